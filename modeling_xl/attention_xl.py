@@ -1,0 +1,169 @@
+"""`XLAttention`: projections of a layer, and the way from scores to an output through Transformers' attention interface.
+
+What is attended to is the memory mechanism's, how distance enters is the position scheme's. Legend: B batch, H heads, t
+tokens of a piece, K keys, D head size, E hidden size.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .memories import MEMORY_MECHANISMS
+from .positions import POSITION_SCHEMES
+from .softmax_xl import (
+    blocked_attention,
+    causal_mask,
+    gather_bias,
+    plain_attention,
+    scaled_scores,
+    shift_by_query,
+    trained_attention,
+    zero_unseeing,
+)
+
+
+class XLAttention(nn.Module):
+    """Attention of one layer over its memory and a piece of text.
+
+    norm: what normalises the layer's input, and rows of memory, before they are projected (nothing where norms stand after).
+    """
+
+    def __init__(self, config, layer_idx: int, norm: nn.Module):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        # Names that Transformers' attention functions read from the module.
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.is_causal = True
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.norm = norm
+        size = (self.num_heads + 2 * self.num_key_value_heads) * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
+        self.position = POSITION_SCHEMES[config.position_type](config, layer_idx)
+        self.memory = MEMORY_MECHANISMS[config.layer_memory_types[layer_idx]](config, layer_idx)
+
+    def forward(self, hidden_states, memory_state, piece):
+        """hidden_states (B, t, E) -> output (B, t, E), weights or None, new state of the memory."""
+        output, weights, memory_state = self.memory.attend(self, hidden_states, memory_state, piece)
+        return self.o_proj(output), weights, memory_state
+
+    def project(self, hidden_states):
+        """Queries (B, H, t, D), keys and values (B, heads, t, D) of the piece, not encoded."""
+        heads = self.qkv_proj(self.norm(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], 1)
+
+    def project_past(self, hidden_states):
+        """Keys and values (B, heads, U, D) of layer inputs kept in memory, not encoded."""
+        first = self.num_heads * self.head_dim
+        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
+        projected = nn.functional.linear(self.norm(hidden_states), self.qkv_proj.weight[first:], bias)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, 1)
+
+    def encode(self, query, key, query_positions, key_positions, context):
+        return self.position.encode(query, key, query_positions, key_positions, context)
+
+    def scores(self, query, encoded_query, key, distances, context):
+        """Complete logits (B, H, t, K) for distances (B, t, K) that follow no pattern."""
+        scores = scaled_scores(encoded_query, key, self.scaling)
+        bias = gather_bias(lambda values: self.position.bias(query, values, context), distances)
+        return scores if bias is None else scores + bias
+
+    def softmax(
+        self,
+        query,
+        encoded_query,
+        key,
+        value,
+        context,
+        mask=None,
+        distances=None,
+        gather_distances=None,
+        sinks=None,
+        wants_weights: bool = False,
+    ):
+        """Softmax attention of a piece over keys whose newest stands under the last query.
+
+        query (B, H, t, D) before and encoded_query after `encode`; key, value (B, heads, K, D). mask (B or 1, 1, t, K),
+        true where visible, or None: causal. distances (K,) falling to 0, of the last query; or gather_distances
+        (B or 1, t, K). sinks: complete logits (B, H, t, s) and values (B, heads, s, D) of tokens beside the keys.
+
+        Returns output (B, t, H * D) and weights (B, H, t, s + K), None unless wanted.
+        """
+        implementation = self.config._attn_implementation
+        dropout = self.attention_dropout if self.training else 0.0
+        bias = full = None  # as factors, or as a whole
+        if self.position.has_bias:
+            if gather_distances is None:
+                bias = self.position.bias(query, distances, context)
+            else:
+                full = gather_bias(lambda values: self.position.bias(query, values, context), gather_distances)
+        length, num_keys = query.shape[2], key.shape[2]
+        has_gradient = torch.is_grad_enabled()
+
+        plain = implementation == "eager" or wants_weights
+        if implementation == "sdpa":
+            # One token: three products are as fast as the kernel and take a bias and sinks as they are. With gradient: the
+            # kernel's slow path is slower than the plain form, and holds the same scores.
+            plain = plain or (length == 1 and (self.position.has_bias or sinks is not None))
+            plain = plain or (has_gradient and (full is not None or sinks is not None))
+            if not plain and bias is not None and sinks is None:
+                if has_gradient:
+                    output = trained_attention(encoded_query, key, value, bias, mask, self.scaling, dropout)
+                else:
+                    output = blocked_attention(encoded_query, key, value, bias, mask, self.scaling)
+                return self._merge(output), None
+        if bias is not None:
+            full = shift_by_query(bias.by_distance(), length)
+        if mask is None and (length > 1 or plain):
+            mask = causal_mask(length, num_keys, query.device)
+        if plain:
+            output, weights = plain_attention(encoded_query, key, value, full, mask, self.scaling, dropout, sinks)
+            return self._merge(output), weights if wants_weights else None
+        return self._interface(implementation, encoded_query, key, value, full, mask, dropout, sinks), None
+
+    def _interface(self, implementation: str, query, key, value, bias, mask, dropout: float, sinks):
+        """The attention function that Transformers knows by this name."""
+        sees = mask
+        if sinks is not None:
+            # A key of zeros leaves the score to the bias, which holds the sinks' complete logits.
+            logits, values = sinks
+            zero = torch.zeros_like(values)
+            key, value = torch.cat([zero, key], 2), torch.cat([values, value], 2)
+            if bias is None:
+                bias = logits.new_zeros(1, 1, 1, 1).expand(1, 1, query.shape[2], key.shape[2] - values.shape[2])
+            if mask is not None:
+                bias = bias.masked_fill(~mask, -math.inf)
+                sees = mask.any(-1, keepdim=True) | (logits > -math.inf).any(-1, keepdim=True).any(1, keepdim=True)
+                mask = None
+            bias = torch.cat([logits, bias.expand(*logits.shape[:3], -1)], -1)
+        if bias is not None:
+            bias = bias.expand(query.shape[0], self.num_heads, query.shape[2], -1)
+        if implementation == "flex_attention" and mask is not None:
+            # Its tensor masks are added to the scores.
+            hidden = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+            mask = None if bias is not None else hidden.expand(query.shape[0], -1, -1, -1)
+            bias = None if bias is None else (bias + hidden)
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _no_such_interface)
+        options = {} if bias is None else {"position_bias": bias.to(query.dtype)}
+        if implementation == "sdpa" and mask is None:
+            options["is_causal"] = False  # one query, or the bias holds the mask
+        output, _ = attention_interface(
+            self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **options
+        )  # (B, t, H, D)
+        return zero_unseeing(output.transpose(1, 2), sees).transpose(1, 2).flatten(2)
+
+    def _merge(self, output):
+        return output.transpose(1, 2).flatten(2)  # (B, t, H * D)
+
+
+def _no_such_interface(*args, **kwargs):
+    known = ", ".join(["eager", *AttentionInterface().valid_keys()])
+    raise ValueError(f"attn_implementation names no attention function that is registered; known are {known}.")

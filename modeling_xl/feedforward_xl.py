@@ -1,0 +1,50 @@
+"""The feed-forward half of a layer, and the norms."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+
+class XLRMSNorm(nn.Module):
+    """x / rms(x) * weight, statistics in float32 at least (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden_states):
+        raised = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        scale = torch.rsqrt(raised.square().mean(-1, keepdim=True) + self.eps)
+        return (raised * scale).to(hidden_states.dtype) * self.weight
+
+
+class XLLayerNorm(nn.LayerNorm):
+    """Layer normalisation; torch's kernel keeps its statistics in float32 for half precision."""
+
+
+def make_norm(config) -> nn.Module:
+    if config.norm_type == "rmsnorm":
+        return XLRMSNorm(config.hidden_size, config.norm_eps)
+    return XLLayerNorm(config.hidden_size, eps=config.norm_eps)
+
+
+class XLFeedForward(nn.Module):
+    """down(act(gate x) * up x) where `gated_mlp` (Shazeer 2020), else down(act(up x)); (B, t, E) -> (B, t, E)."""
+
+    def __init__(self, config):
+        super().__init__()
+        inner, bias = config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(config.hidden_size, inner, bias=bias) if config.gated_mlp else None
+        self.up_proj = nn.Linear(config.hidden_size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=bias)
+        self.activation = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_states):
+        inner = self.up_proj(hidden_states)
+        if self.gate_proj is None:
+            inner = self.activation(inner)
+        else:
+            inner = self.activation(self.gate_proj(hidden_states)) * inner
+        return self.down_proj(self.dropout(inner))

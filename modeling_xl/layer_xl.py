@@ -1,0 +1,40 @@
+"""One decoder layer: attention over memory and text, then the feed-forward network, with norms before or after each."""
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention_xl import XLAttention
+from .feedforward_xl import XLFeedForward, make_norm
+
+
+class XLDecoderLayer(GradientCheckpointingLayer):
+    """norm_position 'pre': h = x + attn(norm(x)), h + mlp(norm(h)), or both branches from x with `use_parallel_residual`.
+    'post': h = norm(x + attn(x)), norm(h + mlp(h)), as in the original Transformer-XL.
+
+    The memory comes in as `memory_state`, a name that activation checkpointing does not take away, and the new state goes
+    out: a layer never writes to the cache, so running it again in the backward pass changes nothing.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.is_pre = config.norm_position == "pre"
+        self.is_parallel = config.use_parallel_residual
+        self.self_attn = XLAttention(config, layer_idx, make_norm(config) if self.is_pre else nn.Identity())
+        self.mlp = XLFeedForward(config)
+        self.attention_norm = None if self.is_pre else make_norm(config)
+        self.mlp_norm = make_norm(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_states, memory_state=None, piece=None):
+        """hidden_states (B, t, E) -> (B, t, E), attention weights or None, new state of the memory."""
+        attended, weights, memory_state = self.self_attn(hidden_states, memory_state, piece)
+        if self.attention_norm is not None:
+            hidden_states = self.attention_norm(hidden_states + self.dropout(attended))
+            hidden_states = self.mlp_norm(hidden_states + self.dropout(self.mlp(hidden_states)))
+        elif self.is_parallel:
+            branch = self.mlp(self.mlp_norm(hidden_states))
+            hidden_states = hidden_states + self.dropout(attended) + self.dropout(branch)
+        else:
+            hidden_states = hidden_states + self.dropout(attended)
+            hidden_states = hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+        return hidden_states, weights, memory_state

@@ -1,0 +1,292 @@
+"""What a memory mechanism is, and `RowMemory`: attention over kept tokens, on which `none` and `recurrence` stand.
+
+A mechanism reads the state handed to it and returns a new one; it never writes to the cache. Legend: B batch, H heads, t
+tokens of the piece, U kept tokens it looks back to, K = U + t, M mem_len, E hidden size, D head size, s sink tokens.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from .cache_xl import LayerState
+
+
+class MemoryMechanism(nn.Module):
+    """What a layer keeps of the past and how it attends to it. One instance a layer.
+
+    name: the value of `memory_type`; the file is `memory_<name>.py`.
+    uses_grid: whether segments mean anything to it; only then are calls cut and gradients ended at segment lines.
+    needs_row_lines: whether a piece must end at the segment line of each row (else only where gradient asks for it).
+    has_two_forms: whether it keeps hidden states with gradient and keys and values without.
+    config_fields: fields of its own that a saved state depends on.
+    """
+
+    name: ClassVar[str]
+    uses_grid: ClassVar[bool] = True
+    needs_row_lines: ClassVar[bool] = True
+    has_two_forms: ClassVar[bool] = False
+    config_fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+
+    @classmethod
+    def validate(cls, config) -> None:
+        """Raises ValueError where the config cannot work with this mechanism."""
+
+    @classmethod
+    def check_mem_len(cls, config, mem_len: int) -> None:
+        """Raises ValueError where a memory of `mem_len` cannot work."""
+
+    @classmethod
+    def oldest_visible(cls, config, mem_len: int, positions, call_start=None):
+        """The oldest position that a query at each of `positions` sees, never moving back as positions grow.
+
+        positions: integers (any shape); call_start: position at the start of the call, broadcastable, or None where a
+        call may have begun anywhere before. Returns a tensor of the shape of `positions`, or None: everything.
+        """
+        return None
+
+    @classmethod
+    def why_no_roll_back(cls, config) -> str | None:
+        """Why newest tokens cannot be taken back from a state, or None where they can."""
+        return f"memory_type='{cls.name}' folds tokens into its state."
+
+    def init_parameters(self, std: float) -> None:
+        """(Re-)creates parameters that are not modules of torch, and buffers."""
+
+    def attend(self, attention, hidden_states, state: LayerState | None, piece):
+        """One layer's attention over a piece.
+
+        attention: the layer's `XLAttention`, which projects (`project`, `project_past`), encodes (`encode`) and computes
+        softmax attention (`softmax`). hidden_states (B, t, E): layer inputs, not normalised. state: what this method
+        returned for the tokens before, or None. piece: `grid_xl.Piece`.
+
+        Returns (output (B, t, H * D), weights (B, H, t, s + K) or None, new state). Columns `piece.fillers` are no tokens:
+        they may not enter the state.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class RowView:
+    """What the layers with the same mechanism share about a piece.
+
+    past: U. mask (B or 1, 1, t, K), true where visible; None: causal, the newest key under the last query.
+    distances (K,) falling to 0, of the last query; gather_distances (B, t, K) where positions are irregular, else None.
+    needed: kept tokens that the next token will look back to, for the row that needs most.
+    """
+
+    past: int
+    mask: torch.Tensor | None
+    distances: torch.Tensor
+    gather_distances: torch.Tensor | None
+    query_positions: torch.Tensor
+    key_positions: torch.Tensor
+    needed: int
+    sinks: "SinkView | None"
+
+
+@dataclass
+class SinkView:
+    """Sink tokens for a piece: source column of each (B, s), whether it is in the piece, and for the queries their
+    positions relative to the sinks' slots (B, t), the distances (B, t, s) and which are visible (B, 1, t, s)."""
+
+    column: torch.Tensor
+    is_new: torch.Tensor | None
+    query_positions: torch.Tensor
+    distances: torch.Tensor
+    visible: torch.Tensor
+
+
+class RowMemory(MemoryMechanism):
+    """Softmax attention over [sinks ; kept tokens ; piece]; `oldest_visible` says which of them a query sees."""
+
+    needs_row_lines = False
+
+    @classmethod
+    def oldest_visible(cls, config, mem_len, positions, call_start=None):
+        oldest = cls.oldest_of_memory(config, mem_len, positions, call_start)
+        if config.attention_window is None:
+            return oldest
+        window = positions - (config.attention_window - 1)
+        return window if oldest is None else torch.maximum(oldest, window)
+
+    @classmethod
+    def oldest_of_memory(cls, config, mem_len, positions, call_start):
+        """`oldest_visible` without regard to a window."""
+        raise NotImplementedError
+
+    @classmethod
+    def kept_rows(cls, config, mem_len: int) -> float:
+        """Most tokens that a query looks back to, itself excluded; inf: all."""
+        raise NotImplementedError
+
+    def is_hidden(self, piece) -> bool:
+        return self.has_two_forms and piece.form == "hidden"
+
+    def attend(self, attention, hidden_states, state, piece):
+        state = self._begin(attention, hidden_states, state or LayerState(), piece)
+        view = self._view(state, piece)
+        query, key, value = attention.project(hidden_states)
+        context = piece.context
+        new_sinks: dict[str, torch.Tensor] = {}
+        if self.is_hidden(piece):
+            source = {"sink_hidden": hidden_states[:, None]}
+            if view.past:
+                past = state.last("hidden", view.past)[:, 0].to(hidden_states.dtype)
+                past_key, past_value = attention.project_past(past)
+                key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)  # (B, H, K, D)
+            encoded, key = attention.encode(query, key, view.query_positions, view.key_positions, context)
+            state = self._append_hidden(state, hidden_states, view, piece)
+        else:
+            source = {"sink_key": key, "sink_value": value}
+            encoded, key = attention.encode(query, key, piece.encode_positions, piece.encode_positions, context)
+            kept = self.kept_rows(self.config, piece.mem_len) + piece.undo
+            keep = int(min(state.size, max(kept, view.past)))
+            state = state.append(keep, 64 + keep // 4, piece.state_dtype, key=key, value=value)
+            if view.past or piece.state_dtype is not None:
+                key = state.last("key", view.past + piece.width).to(query.dtype)
+                value = state.last("value", view.past + piece.width).to(query.dtype)
+        sinks = None
+        if view.sinks is not None:
+            new_sinks = self._update_sinks(state, source, view.sinks, piece)
+            state = state.with_fixed(**new_sinks)
+            sinks = self._read_sinks(attention, query, state, view.sinks, piece)
+        output, weights = attention.softmax(
+            query, encoded, key, value, context, view.mask, view.distances, view.gather_distances, sinks, piece.wants_weights
+        )
+        if piece.fillers is not None:
+            state = state.pack(piece.fillers)
+        return output, weights, state
+
+    def _append_hidden(self, state, hidden_states, view: RowView, piece) -> LayerState:
+        needed = view.needed + piece.undo
+        if piece.fillers is not None:
+            needed += int(piece.fillers.max())  # dropped after the piece
+        new = min(needed, piece.width)
+        if not new:
+            return LayerState(fixed=state.fixed)
+        rows = hidden_states[:, None, piece.width - new :]
+        return state.append(needed - new, 0, piece.state_dtype, hidden=rows)
+
+    def _begin(self, attention, hidden_states, state: LayerState, piece) -> LayerState:
+        """Puts the rows of zeros, where the config asks for them, before the first token of rows that have none yet."""
+        size = piece.mem_len
+        if piece.fresh is None or self.config.initial_memory != "zeros" or not self.has_two_forms or not size:
+            return state
+        zeros = hidden_states.new_zeros(1, size, hidden_states.shape[-1])
+        if self.is_hidden(piece):
+            values = {"hidden": zeros[:, None]}
+        else:
+            key, value = attention.project_past(zeros)
+            positions = torch.arange(-size, 0)[None]
+            _, key = attention.encode(key[:, :1], key, positions, positions, piece.context)
+            values = {"key": key, "value": value}
+        if not state.rows:
+            batch = hidden_states.shape[0]
+            rows = {name: row.expand(batch, -1, -1, -1) for name, row in values.items()}
+            return state.append(0, 64 + size // 4, piece.state_dtype, **rows)
+        return state.fill(piece.fresh, size, **values)
+
+    def _view(self, state: LayerState, piece) -> RowView:
+        key = (type(self).name, "view")
+        if key not in piece.memo:
+            piece.memo[key] = self._make_view(state, piece)
+        return piece.memo[key]
+
+    def _make_view(self, state: LayerState, piece) -> RowView:
+        config, positions = self.config, piece.positions
+        first = -piece.mem_len if config.initial_memory == "zeros" and self.has_two_forms else 0
+
+        def oldest(at):
+            found = self.oldest_visible(config, piece.mem_len, at, piece.call_start[:, None])
+            return torch.full_like(at, first) if found is None else found.clamp(min=first)
+
+        lowest = torch.maximum(oldest(positions), piece.document_start)  # (B, t)
+        start = positions[:, :1]
+        past = int((start - lowest[:, :1]).max())
+        if past > state.size:
+            raise RuntimeError(f"A layer's memory holds {state.size} rows where {past} are needed; the cache is damaged.")
+        mask = None
+        if bool((lowest > start - past).any()):
+            if lowest.shape[0] > 1 and bool((positions - lowest == (positions - lowest)[:1]).all()):
+                lowest, start, positions = lowest[:1], start[:1], positions[:1]
+            keys = start[:, None] - past + torch.arange(past + piece.width)  # (B, 1, K)
+            mask = (keys >= lowest[:, :, None]) & (keys <= positions[:, :, None])
+            mask = mask[:, None].to(piece.device)
+        key_positions = piece.key_positions(past)
+        gather_distances = None
+        if piece.is_irregular:
+            gather_distances = piece.encode_positions[:, :, None] - key_positions[:, None]
+            gather_distances = gather_distances.clamp(min=0).to(piece.device)
+        after = piece.lengths[:, None]
+        needed = (after - oldest(after)).max()
+        if config.segment_len is None and type(self).uses_grid:
+            needed = torch.minimum(after - first, torch.tensor(piece.mem_len)).max()  # the next call is a new segment
+        return RowView(
+            past=past,
+            mask=mask,
+            distances=torch.arange(past + piece.width - 1, -1, -1, device=piece.device),
+            gather_distances=gather_distances,
+            query_positions=piece.encode_positions,
+            key_positions=key_positions,
+            needed=int(needed),
+            sinks=self._view_sinks(oldest(piece.positions), piece) if config.num_sink_tokens else None,
+        )
+
+    def _view_sinks(self, oldest, piece) -> SinkView:
+        """Sinks stand in the slots just before the oldest visible key; one that is still visible itself is no sink yet."""
+        if piece.is_irregular:
+            raise ValueError(
+                "num_sink_tokens > 0 does not go with position_ids that skip positions: a sink's distance is counted in "
+                "slots. Leave position_ids out, or set num_sink_tokens=0."
+            )
+        count = self.config.num_sink_tokens
+        slots = torch.arange(count)
+        hidden = oldest.clamp(0, count)  # sinks before the oldest visible key
+        relative = piece.positions - oldest + hidden  # position of the query if sink j stood at j
+        visible = (slots < hidden[:, :, None]) & (piece.document_start <= 0)[:, :, None]
+        column = slots[None] - piece.positions[:, :1]
+        real = piece.width - (piece.fillers if piece.fillers is not None else 0)
+        is_new = (column >= 0) & (column < torch.as_tensor(real).view(-1, 1))
+        return SinkView(
+            column=column.clamp(0, piece.width - 1).to(piece.device),
+            is_new=is_new.to(piece.device) if bool(is_new.any()) else None,
+            query_positions=relative,
+            distances=(relative[:, :, None] - slots).clamp(min=0).to(piece.device),
+            visible=visible[:, None].to(piece.device),
+        )
+
+    def _update_sinks(self, state: LayerState, source, view: SinkView, piece) -> dict[str, torch.Tensor]:
+        sinks = {}
+        for name, tensor in source.items():
+            old = state.fixed.get(name)
+            if old is None:
+                count = self.config.num_sink_tokens
+                old = tensor.new_zeros(*tensor.shape[:2], count, tensor.shape[-1], dtype=piece.state_dtype or tensor.dtype)
+            if view.is_new is not None:
+                index = view.column[:, None, :, None].expand(*tensor.shape[:2], -1, tensor.shape[-1])
+                new = tensor.gather(2, index).to(old.dtype)
+                old = torch.where(view.is_new[:, None, :, None], new, old)
+            sinks[name] = old
+        return sinks
+
+    def _read_sinks(self, attention, query, state: LayerState, view: SinkView, piece):
+        """Complete logits (B, H, t, s) of the sinks, -inf where invisible, and their values (B, heads, s, D).
+
+        Their slots differ from query to query where a window moves, so their logits are computed on their own.
+        """
+        if self.is_hidden(piece):
+            key, value = attention.project_past(state.fixed["sink_hidden"][:, 0].to(query.dtype))
+        else:
+            key, value = (state.fixed[name].to(query.dtype) for name in ("sink_key", "sink_value"))
+        slots = torch.arange(key.shape[2])[None]
+        encoded, key = attention.encode(query, key, view.query_positions, slots, piece.context)
+        logits = attention.scores(query, encoded, key, view.distances, piece.context)
+        return logits.masked_fill(~view.visible, -math.inf), value

@@ -1,0 +1,627 @@
+"""The models: `XLModel` runs a call over the segment grid, the others put a head on it.
+
+Legend: B batch, T columns of a call, E hidden size, V vocabulary, N layers.
+"""
+
+import copy
+import functools
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.utils import can_return_tuple, logging
+
+from .cache_xl import XLCache
+from .configuration_xl import XLConfig
+from .feedforward_xl import make_norm
+from .grid_xl import Packing, plan_call
+from .head_xl import XLHead, make_embedding, make_head, resized_embedding, tied_weights
+from .layer_xl import XLDecoderLayer
+from .memories import MEMORY_MECHANISMS
+from .outputs_xl import XLCausalLMOutput, XLClassifierOutput, XLModelOutput, XLQuestionAnsweringOutput
+from .position_base import PositionContext
+from .positions import POSITION_SCHEMES
+
+logger = logging.get_logger(__name__)
+
+CACHE_ALIASES = ("past_key_values", "mems")
+# How far back a recording cache can go at least; candidates of assisted decoding are fewer.
+LEAST_UNDO = 64
+
+
+def _take_aliases(kwargs: dict) -> dict:
+    """Moves a cache given under an older name to `cache`."""
+    for alias in CACHE_ALIASES:
+        given = kwargs.pop(alias, None)
+        if given is not None:
+            if kwargs.get("cache") is not None:
+                raise ValueError(f"Both cache and {alias} were given; they are one argument, give it as cache.")
+            kwargs["cache"] = given
+    return kwargs
+
+
+def accepts_cache_aliases(forward):
+    """Lets a forward method take its cache as `past_key_values` or `mems` too."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **_take_aliases(kwargs))
+
+    return wrapper
+
+
+def _check_cache(cache, config) -> None:
+    if not isinstance(cache, XLCache):
+        raise TypeError(
+            f"cache is a {type(cache).__name__}, which cannot hold this model's memory; pass an XLCache(model.config), or "
+            "nothing: the model makes one."
+        )
+    cache.check_config(config)
+
+
+class XLPreTrainedModel(PreTrainedModel):
+    """Loading, saving, initialisation and what Transformers may do with these models."""
+
+    config: XLConfig
+    config_class = XLConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["XLDecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["cache"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = False  # its kernels take no bias, and no key before the first query
+    _supports_attention_backend = False
+    _supports_context_parallel = False  # a memory does not lie on one rank's part of the text
+    _can_compile_fullgraph = False
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if hasattr(module, "init_parameters"):
+            module.init_parameters(self.config.initializer_range)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
+        """As in Transformers; with clusters the last one grows or shrinks, and the cutoffs stay."""
+        base = getattr(self, self.base_model_prefix, self)
+        head = getattr(self, "lm_head", None)
+        if base.config.div_val == 1 and not isinstance(head, XLHead):
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        first = self.config.cutoffs[-1] if self.config.cutoffs else 0
+        if size <= first:
+            raise ValueError(f"new_num_tokens={size} must exceed the last of cutoffs={self.config.cutoffs}.")
+        embedding = base.embed_tokens
+        if size != self.config.vocab_size:
+            if self.config.div_val == 1:
+                embedding = base.embed_tokens = resized_embedding(embedding, size)
+            else:
+                embedding.clusters[-1] = resized_embedding(embedding.clusters[-1], size - first)
+            if head is not None:
+                head.resize(size)
+            self.config.vocab_size = size
+            self.tie_weights()
+        return embedding
+
+
+class XLModel(XLPreTrainedModel):
+    """The decoder without a head: ids to hidden states, over any length, with memory.
+
+    The text of a row is cut into segments of `config.segment_len` real tokens, counted from its first; however it is fed,
+    in one call, a call a segment or a call a token with the cache handed on, the numbers are the same.
+    """
+
+    def __init__(self, config: XLConfig):
+        super().__init__(config)
+        self.embed_tokens = make_embedding(config)
+        self.embed_proj = None
+        if config.div_val == 1 and config.embedding_size != config.hidden_size:
+            self.embed_proj = nn.Linear(config.embedding_size, config.hidden_size, bias=False)
+        self.embed_norm = make_norm(config) if config.embedding_norm else None
+        self.embed_dropout = nn.Dropout(config.embedding_dropout)
+        self.shared_position = POSITION_SCHEMES[config.position_type].shared_module(config)
+        self.layers = nn.ModuleList(XLDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = make_norm(config) if config.final_norm else None
+        self.final_dropout = nn.Dropout(config.hidden_dropout)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.embed_tokens = value
+
+    def embed(self, input_ids):
+        """(B, T) ids -> (B, T, E), scaled, before norm and dropout: what `inputs_embeds` stands for."""
+        embedded = self.embed_tokens(input_ids)
+        if self.embed_proj is not None:
+            embedded = self.embed_proj(embedded)
+        return embedded if self.config.embedding_scale == 1 else embedded * self.config.embedding_scale
+
+    @accepts_cache_aliases
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: XLCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        document_ids: torch.LongTensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs,
+    ) -> XLModelOutput:
+        """Runs new tokens through the layers.
+
+        input_ids (B, T), or inputs_embeds (B, T, E). attention_mask (B, T or longer), 1 at tokens, 0 at pads, which count
+        as never fed; of a longer mask the last T columns are read. position_ids (B or 1, T): rising inside a document;
+        without document_ids a 0 begins one. document_ids (B, T): a document is a run of equal ids and sees only itself.
+        cache: the state of the tokens before, changed and returned, unless use_cache is False. Returns hidden states that
+        are zero at pads.
+        """
+        inputs, real = self._check_inputs(input_ids, attention_mask, inputs_embeds)
+        if cache is not None:
+            _check_cache(cache, self.config)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        output_hidden_states = self._setting("output_hidden_states", output_hidden_states)
+        output_attentions = self._setting("output_attentions", output_attentions)
+        if output_attentions and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions=True needs attn_implementation='eager', not {self.config._attn_implementation!r}: other "
+                "kernels do not hold the weights. Call model.set_attn_implementation('eager')."
+            )
+        batch, columns = real.shape
+        work = XLCache(self.config) if cache is None else cache.working_copy()
+        self._fix_form(work)
+        work.start(batch)
+        packing = Packing(real)
+        if inputs_embeds is None:
+            inputs = self.embed(packing.pack(inputs))
+        else:
+            inputs = packing.pack(inputs)
+        if self.embed_norm is not None:
+            inputs = self.embed_norm(inputs)
+        hidden_states = self.embed_dropout(inputs)
+
+        states: list[list[torch.Tensor]] = [[] for _ in range(len(self.layers) + 1)]
+        weights: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        undo_limit = self._undo_limit(work)
+        pieces = []
+        if packing.width:
+            plan = plan_call(
+                self.config,
+                work,
+                packing.counts,
+                self._per_token("document_ids", document_ids, packing),
+                self._per_token("position_ids", position_ids, packing),
+                device=hidden_states.device,
+                needs_row_lines=torch.is_grad_enabled() or any(layer.self_attn.memory.needs_row_lines for layer in self.layers),
+                undo=int(min(undo_limit, LEAST_UNDO + (self.config.segment_len or 0))) if work.record_past else 0,
+                context=PositionContext(shared=self.shared_position, derived=self._derived(work)),
+                wants_weights=bool(output_attentions),
+            )
+            pieces = plan.pieces
+            self._warn_of_open_segment(cache, plan)
+            work.states = [None if state is None else state.detach() for state in work.states]
+            for piece in pieces:
+                here = hidden_states[:, piece.start : piece.stop]
+                for index, layer in enumerate(self.layers):
+                    states[index].append(here)
+                    state = work.states[index]
+                    if piece.cut is not None and state is not None and layer.self_attn.memory.uses_grid:
+                        state = state.detach(None if bool(piece.cut.all()) else piece.cut)
+                    here, attended, work.states[index] = layer(here, memory_state=state, piece=piece)
+                    weights[index].append(attended)
+                states[-1].append(here)
+            plan.write(work, columns, undo_limit)
+        else:
+            states[-1].append(hidden_states)
+            work.columns += columns
+        last = torch.cat(states[-1], 1)
+        if self.norm is not None:
+            last = self.norm(last)
+        last = packing.unpack(self.final_dropout(last))
+        if use_cache:
+            work.detach()
+            if cache is None:
+                cache = work
+            else:
+                cache.commit(work)
+        all_hidden = None
+        if output_hidden_states:
+            joined = [torch.cat(layer, 1) if layer else hidden_states for layer in states[:-1]]
+            all_hidden = (*(packing.unpack(layer) for layer in joined), last)
+        return XLModelOutput(
+            last_hidden_state=last,
+            cache=cache if use_cache else None,
+            hidden_states=all_hidden,
+            attentions=self._join_weights(weights, pieces, packing) if output_attentions else None,
+        )
+
+    def _setting(self, name: str, value):
+        return getattr(self.config, name) if value is None else value
+
+    def _check_inputs(self, input_ids, attention_mask, inputs_embeds):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give either input_ids or inputs_embeds, and only one of them.")
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        dims = 2 if inputs_embeds is None else 3
+        if inputs.dim() != dims:
+            name = "input_ids" if dims == 2 else "inputs_embeds"
+            raise ValueError(f"{name} has shape {tuple(inputs.shape)}; it must have {dims} axes, batch and length first.")
+        if dims == 3 and inputs.shape[-1] != self.config.hidden_size:
+            raise ValueError(f"inputs_embeds has size {inputs.shape[-1]}; it must be hidden_size={self.config.hidden_size}.")
+        batch, columns = inputs.shape[:2]
+        if not batch or not columns:
+            raise ValueError(f"The input has shape {tuple(inputs.shape)}: a call needs at least one row and one token.")
+        if dims == 2 and columns > 1 and inputs.device.type == "cpu" and not torch.compiler.is_compiling():
+            least, most = int(inputs.min()), int(inputs.max())
+            if least < 0 or most >= self.config.vocab_size:
+                raise ValueError(
+                    f"input_ids hold ids from {least} to {most}; they must lie in 0 ... vocab_size - 1 = "
+                    f"{self.config.vocab_size - 1}. Does the tokenizer belong to this model?"
+                )
+        if attention_mask is None:
+            return inputs, torch.ones(batch, columns, dtype=torch.bool, device=inputs.device)
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < columns:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, length) = ({batch}, {columns}) "
+                "or longer, of which the last columns are read: 1 at tokens, 0 at pads."
+            )
+        return inputs, attention_mask[:, -columns:].bool()
+
+    def _per_token(self, name: str, values, packing: Packing):
+        if values is None:
+            return None
+        batch, columns = packing.real.shape
+        if values.dim() != 2 or values.shape[0] not in (1, batch) or values.shape[1] != columns:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}; it must be (batch, length) = ({batch}, {columns}), one entry for "
+                "each new token."
+            )
+        return packing.pack(values.expand(batch, -1)).cpu().long()
+
+    def _fix_form(self, cache: XLCache) -> None:
+        gradient = torch.is_grad_enabled()
+        if cache.form is None:
+            cache.form = "hidden" if gradient else "key_value"
+        elif gradient and cache.form == "key_value" and self.config.has_two_forms:
+            raise ValueError(
+                "The cache holds keys and values of frozen weights (form='key_value') but gradient is enabled: nothing would "
+                "reach W_K and W_V through memory. Call the model under torch.no_grad(), or begin with "
+                "XLCache(model.config, form='hidden'), which works with and without gradient."
+            )
+
+    def _derived(self, cache: XLCache):
+        return None if torch.is_grad_enabled() else cache.derived
+
+    def _undo_limit(self, cache: XLCache) -> float:
+        """How many tokens `XLCache.crop` can take back after this call."""
+        if not cache.is_croppable:
+            return 0
+        mechanisms = {MEMORY_MECHANISMS[name] for name in self.config.layer_memory_types}
+        if all(mechanism.kept_rows(self.config, cache.mem_len) == float("inf") for mechanism in mechanisms):
+            return float("inf")
+        return max(self.config.segment_len or 0, LEAST_UNDO) if cache.record_past else 0
+
+    def _warn_of_open_segment(self, cache, plan) -> None:
+        segment = self.config.segment_len
+        if cache is None or segment is None or not self.config.uses_grid:
+            return
+        if self.training and torch.is_grad_enabled() and bool((plan.lengths % segment != 0).any()):
+            logger.warning_once(
+                f"A training call ended inside a segment of {segment} tokens: the next call gives no gradient to the part "
+                "of the segment that was fed. Feed multiples of segment_len."
+            )
+
+    def _join_weights(self, weights, pieces, packing: Packing):
+        """N tensors (B, H, T, K): sinks, rows attended at the call's start, the call's columns."""
+        joined = []
+        for layer in weights:
+            if any(part is None for part in layer) or not layer:
+                joined.append(None)
+                continue
+            sinks = self.config.num_sink_tokens
+            before = max(part.shape[-1] - sinks - piece.width - piece.start for part, piece in zip(layer, pieces, strict=True))
+            before = max(before, 0)
+            width = packing.width
+            whole = layer[0].new_zeros(*layer[0].shape[:2], width, sinks + before + width)
+            for part, piece in zip(layer, pieces, strict=True):
+                first = sinks + before + piece.stop - (part.shape[-1] - sinks)
+                whole[:, :, piece.start : piece.stop, first : sinks + before + piece.stop] = part[..., sinks:]
+                whole[:, :, piece.start : piece.stop, :sinks] = part[..., :sinks]
+            # Queries, then the call's keys, back to the columns they came from.
+            whole = packing.unpack(whole.transpose(1, 2)).transpose(1, 2)
+            if not packing.is_identity:
+                keys = packing.unpack(whole[..., sinks + before :].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+                whole = torch.cat([whole[..., : sinks + before], keys], -1)
+            joined.append(whole)
+        return tuple(joined)
+
+
+def next_token_targets(labels, attention_mask, ignore_index: int):
+    """(B, T) labels -> (B, T): at each token the label of the row's next one; ignore_index at the last and at pads."""
+    columns = labels.shape[1]
+    real = None if attention_mask is None else attention_mask[:, -columns:].bool()
+    if real is None or bool(real.all()):
+        return nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    packing = Packing(real)
+    packed = nn.functional.pad(packing.pack(labels), (0, 1), value=ignore_index)[:, 1:]
+    past_end = torch.arange(packing.width)[None] >= packing.counts[:, None] - 1
+    packed = packed.masked_fill(past_end.to(labels.device), ignore_index)
+    return packing.unpack(packed).masked_fill(~real, ignore_index)
+
+
+class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
+    """The language model: logits over the next token, loss, and `generate` with bounded memory."""
+
+    def __init__(self, config: XLConfig):
+        super().__init__(config)
+        self._tied_weights_keys = tied_weights(config)
+        self.model = XLModel(config)
+        self.lm_head = make_head(config)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.lm_head if isinstance(self.lm_head, nn.Linear) else None
+
+    def set_output_embeddings(self, value):
+        self.lm_head = value
+
+    @accepts_cache_aliases
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: XLCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        document_ids: torch.LongTensor | None = None,
+        shift_labels: torch.LongTensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        ignore_index: int = -100,
+        **kwargs,
+    ) -> XLCausalLMOutput:
+        """Inputs as `XLModel.forward`. labels (B, T): ids, shifted here to the row's next real token. shift_labels (B, T):
+        targets already in place (a segment's last token then predicts the first of the next one); they win over labels.
+        num_items_in_batch: what the summed loss is divided by, instead of the number of targets in this call.
+        logits_to_keep: how many last columns, or which columns, to compute logits of; 0: all.
+        """
+        for name, ids in (("labels", labels), ("shift_labels", shift_labels)):
+            shape = input_ids.shape if inputs_embeds is None and input_ids is not None else None
+            if ids is not None and shape is not None and ids.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(ids.shape)}; it must be that of input_ids, {tuple(shape)}.")
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            document_ids=document_ids,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        loss = logits = None
+        is_adaptive = isinstance(self.lm_head, XLHead) and self.lm_head.is_adaptive
+        targets = shift_labels
+        if targets is None and labels is not None:
+            targets = next_token_targets(labels, attention_mask, ignore_index)
+        elif targets is not None and attention_mask is not None:
+            targets = targets.masked_fill(~attention_mask[:, -targets.shape[1] :].bool(), ignore_index)
+        if targets is not None and is_adaptive:
+            chosen = targets != ignore_index
+            losses = self.lm_head.negative_log_likelihood(hidden_states[chosen], targets[chosen])
+            loss = losses.sum() / _num_items(chosen, num_items_in_batch)
+        elif targets is not None:
+            logits = self.lm_head(hidden_states)
+            raised = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+            summed = nn.functional.cross_entropy(raised, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+            loss = summed / _num_items(targets != ignore_index, num_items_in_batch)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if logits is not None:
+            logits = logits[:, keep]
+        elif loss is None or not self.training:
+            logits = self.lm_head(hidden_states[:, keep])
+        return XLCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            aux_loss=outputs.aux_loss,
+        )
+
+    def generate(self, inputs=None, *args, new_tokens_only: bool = False, **kwargs):
+        """`GenerationMixin.generate` with this model's memory.
+
+        cache: an `XLCache` to continue from, also as past_key_values or mems. By Transformers' rule `inputs` then holds the
+        whole text, or new ids with a mask that covers seen and new columns. new_tokens_only: `inputs` holds the new ids
+        alone, and a mask, if given, covers just them: the form for streams and sessions.
+        """
+        kwargs = _take_aliases(kwargs)
+        cache = kwargs.get("cache")
+        if cache is not None:
+            _check_cache(cache, self.config)
+        if new_tokens_only and cache is not None and cache.get_seq_length():
+            ids = inputs if inputs is not None else kwargs.get("input_ids")
+            if ids is None:
+                raise ValueError("new_tokens_only=True needs the new token ids as input_ids.")
+            mask = kwargs.get("attention_mask")
+            mask = torch.ones_like(ids) if mask is None else mask
+            if mask.shape != ids.shape:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}; with new_tokens_only=True it must cover the new ids alone, "
+                    f"{tuple(ids.shape)}."
+                )
+            # Transformers tells new ids from a whole text by a mask that is longer than they are.
+            kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
+        return super().generate(inputs, *args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        return None  # the cache counts real tokens itself; ids that begin at 0 again would begin a document
+
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+        document_ids = kwargs.pop("document_ids", None)
+        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+        fed = kwargs["cache"].get_seq_length() if kwargs.get("cache") is not None else 0
+        if document_ids is not None:
+            given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            length = given.shape[1]
+            if fed + length <= document_ids.shape[1]:
+                inputs["document_ids"] = document_ids[:, fed : fed + length]
+            elif kwargs.get("cache") is None:
+                last = document_ids[:, -1:].expand(-1, length - document_ids.shape[1])
+                inputs["document_ids"] = torch.cat([document_ids, last], 1)  # generated tokens go on with the last one
+        return inputs
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
+        cache = model_kwargs.get("cache")
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={implementation!r} names a cache that cannot hold this model's memory; leave it out, "
+                "or pass cache=XLCache(model.config)."
+            )
+        if generation_config.use_cache is False:
+            if cache is not None:
+                raise ValueError("use_cache=False does not go with a cache to continue from; leave one of them out.")
+            return
+        if "assisted" in str(getattr(generation_mode, "value", generation_mode)) and not self.config.can_roll_back:
+            raise ValueError(
+                f"Assisted and prompt-lookup decoding take tokens back, and this memory cannot: {self.config.why_no_roll_back}"
+            )
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if cache is None:
+            cache = XLCache(self.config)
+        elif cache.batch_size not in (-1, rows):
+            if rows % cache.batch_size:
+                raise ValueError(
+                    f"The cache holds {cache.batch_size} rows, but generation runs {rows} (prompts times beams or returned "
+                    "sequences), which is no multiple; take rows with cache.select(...)."
+                )
+            cache = copy.deepcopy(cache)  # the caller's stays as it was
+            cache.batch_repeat_interleave(rows // cache.batch_size)
+        elif isinstance(cache, Cache):
+            cache._is_user_defined = True
+        model_kwargs["cache"] = cache
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+
+
+def _num_items(chosen, num_items_in_batch):
+    """What a summed loss is divided by; 1 where there is no target, so that the loss is 0 and not undefined."""
+    if num_items_in_batch is None:
+        return chosen.sum().clamp(min=1)
+    return num_items_in_batch.to(chosen.device) if isinstance(num_items_in_batch, torch.Tensor) else num_items_in_batch
+
+
+class XLForSequenceClassification(XLPreTrainedModel):
+    """A score of each class from the last real token of a row."""
+
+    def __init__(self, config: XLConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = XLModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @accepts_cache_aliases
+    @can_return_tuple
+    def forward(
+        self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs
+    ) -> XLClassifierOutput:
+        """labels (B,): classes, or numbers for regression. The last real token is found by the mask; without one, and
+        with a pad_token_id, it is the last id that is not padding."""
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        hidden_states = outputs.last_hidden_state
+        columns = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        real = torch.ones_like(columns)[None].expand(hidden_states.shape[:2])
+        if attention_mask is not None:
+            real = attention_mask[:, -hidden_states.shape[1] :].bool()
+        elif self.config.pad_token_id is not None and input_ids is not None:
+            real = input_ids != self.config.pad_token_id
+        last = (columns * real).argmax(1)
+        pooled = self.score(hidden_states[torch.arange(len(last), device=last.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=None, labels=labels, pooled_logits=pooled, config=self.config)
+        return XLClassifierOutput(
+            loss=loss,
+            logits=pooled,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            aux_loss=outputs.aux_loss,
+        )
+
+
+class XLForTokenClassification(XLPreTrainedModel):
+    """A score of each class at every token."""
+
+    def __init__(self, config: XLConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = XLModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @accepts_cache_aliases
+    @can_return_tuple
+    def forward(self, input_ids=None, labels=None, **kwargs) -> XLClassifierOutput:
+        """labels (B, T): classes, -100 where there is none."""
+        outputs = self.model(input_ids=input_ids, **kwargs)
+        logits = self.score(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config)
+        return XLClassifierOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            aux_loss=outputs.aux_loss,
+        )
+
+
+class XLForQuestionAnswering(XLPreTrainedModel):
+    """Scores of each token as the first and the last of an answer."""
+
+    def __init__(self, config: XLConfig):
+        super().__init__(config)
+        self.model = XLModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @accepts_cache_aliases
+    @can_return_tuple
+    def forward(self, input_ids=None, start_positions=None, end_positions=None, **kwargs) -> XLQuestionAnsweringOutput:
+        """start_positions, end_positions (B,): columns of the answer's first and last token."""
+        outputs = self.model(input_ids=input_ids, **kwargs)
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return XLQuestionAnsweringOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            aux_loss=outputs.aux_loss,
+        )

@@ -1,0 +1,93 @@
+"""What a position scheme is: the contract every `position_*.py` fulfils. It holds no scheme itself.
+
+Sign, said once: a distance is query position - key position, so the past is positive and a token is at distance 0 from
+itself. Every scheme uses this sign.
+
+Legend: B batch, H heads, Q queries, K keys, D head size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+
+class DistanceBias(NamedTuple):
+    """Additive logits that depend on the distance, given as factors so that no (H, Q, K) tensor has to exist.
+
+    bias[b, h, i, d] = query[b, h, i] . table[h, d]   if there is a query, else   table[h, d].
+    """
+
+    query: torch.Tensor | None  # (B, H, Q, D), already scaled
+    table: torch.Tensor  # (H, K, D) with a query, (H, K) without; one entry for each distance asked for
+
+    def by_distance(self) -> torch.Tensor:
+        """(B or 1, H, Q or 1, K): column n belongs to the n-th distance asked for."""
+        if self.query is None:
+            return self.table[None, :, None]  # (1, H, 1, K)
+        return self.query @ self.table.transpose(-1, -2)  # (B, H, Q, K)
+
+
+@dataclass
+class PositionContext:
+    """What the schemes of all layers share during one piece of a call.
+
+    shared: the module that the model owns for the scheme (`PositionScheme.shared_module`), or None.
+    tables: results without gradient that the layers of one piece share (angles, sinusoids), keyed by the scheme.
+    derived: results that depend on weights and outlive the call together with the cache, or None where gradients flow.
+    """
+
+    shared: nn.Module | None = None
+    tables: dict[Any, Any] = field(default_factory=dict)
+    derived: dict[Any, torch.Tensor] | None = None
+
+
+class PositionScheme(nn.Module):
+    """How distance enters attention. One instance a layer; parameters of its own are that layer's.
+
+    name: the value of `position_type`; the file is `position_<name>.py`.
+    has_bias: whether `bias` returns anything.
+    """
+
+    name: ClassVar[str]
+    has_bias: ClassVar[bool] = False
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_attention_heads
+
+    @classmethod
+    def validate(cls, config) -> None:
+        """Raises ValueError where the config cannot work with this scheme."""
+
+    @classmethod
+    def shared_module(cls, config) -> nn.Module | None:
+        """Parameters that all layers share; the model owns them and hands them back as `PositionContext.shared`."""
+        return None
+
+    @classmethod
+    def far_distance(cls, config) -> int | None:
+        """The distance from which on the bias no longer changes; None if it never stops changing."""
+        return None
+
+    def init_parameters(self, std: float) -> None:
+        """(Re-)creates the parameters that are not modules of torch, normal with `std`."""
+
+    def encode(self, query, key, query_positions, key_positions, context: PositionContext):
+        """What enters the dot product and the cache.
+
+        query (B, H, Q, D), key (B, any number of heads, K, D); positions: integers on the CPU, (B or 1, Q) and
+        (B or 1, K). Returns both, encoded; without a bias of its own the score must depend on differences of positions
+        only.
+        """
+        return query, key
+
+    def bias(self, query, distances, context: PositionContext) -> DistanceBias | None:
+        """Logits added to the scaled scores, themselves already scaled by 1/sqrt(D) where the scheme asks for it.
+
+        query (B, H, Q, D) before `encode`; distances (K,) integers >= 0 in any order, on the query's device.
+        """
+        return None

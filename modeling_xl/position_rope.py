@@ -1,0 +1,137 @@
+"""Rotary positions: queries and keys are rotated by their positions, so their product knows the difference.
+
+Su et al., "RoFormer", 2021, section 3.2; pairs are (k, k + D/2) as in Llama, not interleaved. The scaled types are those
+of Transformers (`rope_parameters`).
+"""
+
+import math
+
+import torch
+
+from .position_base import PositionContext, PositionScheme
+
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
+
+
+def _default(parameters: dict, head_dim: int) -> torch.Tensor:
+    """theta^(-2k/r) for the r rotated dimensions, float64."""
+    size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    return parameters["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
+
+
+def _linear(parameters: dict, head_dim: int) -> torch.Tensor:
+    """Position interpolation (Chen et al. 2023): positions divided by `factor`."""
+    return _default(parameters, head_dim) / parameters["factor"]
+
+
+def _llama3(parameters: dict, head_dim: int) -> torch.Tensor:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between blended."""
+    frequencies = _default(parameters, head_dim)
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / parameters["factor"])
+
+
+def _yarn(parameters: dict, head_dim: int) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, section 3.2): interpolation by parts, ramp over dimensions."""
+    frequencies = _default(parameters, head_dim)
+    size, theta = 2 * frequencies.shape[0], parameters["rope_theta"]
+    trained = parameters["original_max_position_embeddings"]
+
+    def dimension(turns: float) -> float:
+        return size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    ramp = (torch.arange(size // 2, dtype=torch.float64, device="cpu") - first) / ((last - first) or 0.001)
+    interpolated = ramp.clamp(0, 1)
+    return frequencies * ((1 - interpolated) + interpolated / parameters["factor"])
+
+
+def _proportional(parameters: dict, head_dim: int) -> torch.Tensor:
+    """Frequencies of the whole head size, all but the first part of them zero, divided by `factor`."""
+    rotated = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
+    frequencies = parameters["rope_theta"] ** (-2 * pairs / head_dim) / parameters.get("factor", 1.0)
+    return torch.where(pairs < rotated, frequencies, 0.0)
+
+
+_FREQUENCIES = dict(zip(ROPE_TYPES, (_default, _linear, _yarn, _llama3, _proportional), strict=True))
+
+
+def rope_frequencies(parameters: dict, head_dim: int) -> torch.Tensor:
+    """Angle a position step of each pair, float64 on the CPU, (rotated dimensions / 2,)."""
+    return _FREQUENCIES[parameters["rope_type"]](parameters, head_dim)
+
+
+def attention_factor(parameters: dict) -> float:
+    """The factor on cosines and sines; other than 1 for YaRN only (its section 3.4)."""
+    if parameters["rope_type"] != "yarn":
+        return 1.0
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(parameters["factor"]) + 1.0 if parameters["factor"] > 1 else 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return scale(parameters["mscale"]) / scale(parameters["mscale_all_dim"])
+    return scale(1.0)
+
+
+class RopePosition(PositionScheme):
+    """q, k -> R(position) q, R(position) k. Angles from integer positions in float64, rounded once at the end."""
+
+    name = "rope"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.parameters_of_rope = dict(config.rope_parameters)
+
+    @classmethod
+    def validate(cls, config) -> None:
+        parameters = config.rope_parameters or {}
+        kind = parameters.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_parameters['rope_type']={kind!r} is not one of {', '.join(ROPE_TYPES)}. Types that change with the "
+                "running length (dynamic, longrope) contradict keys that were rotated before; use 'yarn' to go past the "
+                "trained length."
+            )
+        required = {
+            "linear": ["factor"],
+            "yarn": ["factor", "original_max_position_embeddings"],
+            "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+        }.get(kind, [])
+        for name in ["rope_theta", *required]:
+            if not isinstance(parameters.get(name), (int, float)) or parameters[name] <= 0:
+                raise ValueError(
+                    f"rope_parameters[{name!r}]={parameters.get(name)!r} must be a number > 0 for rope_type {kind!r}."
+                )
+        factor = parameters.get("partial_rotary_factor", 1.0)
+        rotated = config.head_dim if kind == "proportional" else int(config.head_dim * factor)
+        if not 0 < factor <= 1 or rotated % 2 or rotated < 2:
+            raise ValueError(
+                f"rope_parameters['partial_rotary_factor']={factor} with head_dim={config.head_dim} must rotate an even "
+                "number >= 2 of dimensions, at most the head size; choose a factor that does."
+            )
+
+    def encode(self, query, key, query_positions, key_positions, context: PositionContext):
+        return self._rotate(query, query_positions, context), self._rotate(key, key_positions, context)
+
+    def _rotate(self, states, positions, context: PositionContext):
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        known = context.tables.get(("rope", id(positions)))
+        if known is None or known[0] is not positions:
+            angles = positions[:, None, :, None].double() * rope_frequencies(self.parameters_of_rope, self.head_dim)
+            factor = attention_factor(self.parameters_of_rope)
+            rotation = [(f * factor).to(states.device, dtype) for f in (angles.cos(), angles.sin())]  # (B, 1, K, r / 2)
+            known = context.tables["rope", id(positions)] = (positions, *rotation)
+        _, cosine, sine = known
+        half = cosine.shape[-1]
+        first, second, kept = states.to(dtype).split([half, half, states.shape[-1] - 2 * half], -1)
+        rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine, kept], -1)
+        return rotated.to(states.dtype)

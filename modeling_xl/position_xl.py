@@ -1,0 +1,100 @@
+"""Transformer-XL's relative positions: content and position scores with two learned biases u and v.
+
+Dai et al., "Transformer-XL", ACL 2019, section 3.3 and appendix B.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .position_base import DistanceBias, PositionContext, PositionScheme
+
+
+def sinusoid(distances: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """r_d of the paper, (K, size): sines of all frequencies, then cosines (halves, not interleaved).
+
+    Computed in float64 on the CPU and rounded once: float32 angles are off by 2e-3 at distance 100,000.
+    """
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
+    angles = distances.to("cpu", torch.float64)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], -1)[:, :size].to(distances.device, dtype)
+
+
+class XLBiases(nn.Module):
+    """u and v, (H, D) each, where all layers share them (`untie_r=False`)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.u = nn.Parameter(torch.empty(config.num_attention_heads, config.head_dim))
+        self.v = nn.Parameter(torch.empty(config.num_attention_heads, config.head_dim))
+
+    def init_parameters(self, std: float) -> None:
+        init.normal_(self.u, mean=0.0, std=std)
+        init.normal_(self.v, mean=0.0, std=std)
+
+
+class XLPosition(PositionScheme):
+    """score = ((q + u) . k + (q + v) . W_R r_d) / sqrt(D), the four terms of the paper.
+
+    `clamp_len` clips d, inclusive. u, v are the layer's own (`untie_r`) or shared by all layers.
+    """
+
+    name = "xl"
+    has_bias = True
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.clamp_len = config.clamp_len
+        self.r_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
+        self.dropout = nn.Dropout(config.hidden_dropout)  # the authors' code drops parts of r_d as it does of inputs
+        self.biases = XLBiases(config) if config.untie_r else None
+
+    @classmethod
+    def shared_module(cls, config) -> nn.Module | None:
+        return None if config.untie_r else XLBiases(config)
+
+    @classmethod
+    def far_distance(cls, config) -> int | None:
+        return config.clamp_len
+
+    def _biases(self, context: PositionContext):
+        return self.biases if self.biases is not None else context.shared
+
+    def encode(self, query, key, query_positions, key_positions, context: PositionContext):
+        return query + self._biases(context).u[:, None], key
+
+    def bias(self, query, distances, context: PositionContext) -> DistanceBias:
+        scaled = (query + self._biases(context).v[:, None]) * self.head_dim**-0.5
+        return DistanceBias(scaled, self._table(distances, context))
+
+    def _table(self, distances, context: PositionContext) -> torch.Tensor:
+        """W_R r_d for the distances asked for, (H, K, D)."""
+        if self.clamp_len is not None:
+            distances = distances.clamp(max=self.clamp_len)
+        if context.derived is None:
+            return self._project(distances, context)
+        # Nothing but the distance enters here, so with frozen weights one table serves all calls of a cache. It grows
+        # by doubling, so that a memory that fills up token by token does not project it anew for each token.
+        needed = int(distances.max()) + 1
+        key = ("xl", self.layer_idx)
+        table = context.derived.get(key)
+        if table is None or table.shape[1] < needed:
+            size = needed if table is None else max(needed, 2 * table.shape[1])
+            if self.clamp_len is not None:
+                size = min(size, self.clamp_len + 1)
+            # Falling, like the keys' distances: the common request, all distances up to a largest one, is a slice.
+            falling = torch.arange(size - 1, -1, -1, device=distances.device)
+            table = context.derived[key] = self._project(falling, context)
+        size = table.shape[1]
+        if needed == distances.shape[0] and (needed == 1 or int(distances[-1]) == 0):
+            return table[:, size - needed :]
+        return table[:, size - 1 - distances]
+
+    def _project(self, distances, context: PositionContext) -> torch.Tensor:
+        weight = self.r_proj.weight
+        key = ("xl", distances.shape[0], weight.dtype)
+        known = context.tables.get(key)
+        if known is None or not torch.equal(known[0], distances):
+            known = context.tables[key] = (distances, sinusoid(distances, weight.shape[1], weight.dtype))
+        projected = self.r_proj(self.dropout(known[1]))  # (K, H * D)
+        return projected.view(-1, self.num_heads, self.head_dim).transpose(0, 1)

@@ -1,0 +1,283 @@
+"""Softmax attention with a bias that depends on distance: the plain form (reference) and the blocked forms.
+
+A query block of length t at the end of S keys needs the bias of S distances, of which query i uses those from column t-1-i
+on. The blocked forms write "bias by distance" into a buffer (H, B, t, S + t - 1) whose tail is -inf and read it through
+strides that shift row i by t-1-i: shifted and causally masked without a copy, and never more than one block at a time.
+
+Legend: B batch, H heads, Q queries, K keys (the newest under the last query), D head size, t queries and S keys of a block,
+W = S + t - 1.
+"""
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from .position_base import DistanceBias
+
+# Queries a block. 64 to 128 were the fastest on CPUs; a longer block only costs memory.
+BLOCK = 128
+
+
+def shift_by_query(by_distance: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """(..., Q or 1, K) by falling distance of the last query -> (..., Q, K) by key: row i moves left by Q - 1 - i.
+
+    Places above the diagonal hold numbers of other rows; a causal mask must hide them (appendix B of Transformer-XL).
+    """
+    *lead, _, num_keys = by_distance.shape
+    by_distance = by_distance.expand(*lead, num_queries, num_keys)
+    padded = functional.pad(by_distance, (1, 0)).reshape(*lead, num_keys + 1, num_queries)
+    return padded[..., 1:, :].reshape(*lead, num_queries, num_keys)
+
+
+def gather_bias(bias_of, distances: torch.Tensor) -> torch.Tensor | None:
+    """Bias (B, H, Q, K) for distances (B or 1, Q, K) that follow no pattern. bias_of(distances 1-D) -> DistanceBias."""
+    values, place = distances.unique(return_inverse=True)
+    bias = bias_of(values)
+    if bias is None:
+        return None
+    by_distance = bias.by_distance()  # (B or 1, H, Q or 1, number of values)
+    batch = max(by_distance.shape[0], place.shape[0])
+    shape = (batch, by_distance.shape[1], place.shape[1])
+    index = place[:, None].expand(*shape, place.shape[2])
+    return by_distance.expand(*shape, by_distance.shape[3]).gather(-1, index)
+
+
+def causal_mask(num_queries: int, num_keys: int, device) -> torch.Tensor:
+    """(1, 1, Q, K) booleans, true where visible, the newest key under the last query."""
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return mask.tril_(num_keys - num_queries)[None, None]
+
+
+def scaled_scores(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    """q . k * scaling, (B, H, Q, K), in float32 at least; key may have fewer heads, each for a group of query heads."""
+    batch, heads, queries, size = query.shape
+    if query.dtype == torch.float16:  # its range ends at 65504; bfloat16 has that of float32
+        query, key = query.float(), key.float()
+    grouped = (query * scaling).reshape(batch, key.shape[1], -1, size)
+    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, queries, key.shape[2])
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def plain_attention(query, key, value, bias, mask, scaling: float, dropout: float = 0.0, sinks=None):
+    """The reference: every score at once, in float32 at least. Any gradient, dropout, and the weights.
+
+    bias: (B or 1, H, Q, K) or None. mask: (B or 1, 1, Q, K), true where visible. sinks: (logits (B, H, Q, s), values
+    (B, heads, s, D)) or None. Returns output (B, H, Q, D) and weights (B, H, Q, s + K). A query that sees nothing gets
+    zeros.
+    """
+    scores = scaled_scores(query, key, scaling)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    sees = mask.any(-1, keepdim=True)
+    num_sinks = 0
+    if sinks is not None:
+        num_sinks = sinks[0].shape[-1]
+        scores = torch.cat([sinks[0].to(scores.dtype), scores], -1)
+        sees = sees | (sinks[0] > -math.inf).any(-1, keepdim=True)
+    weights = scores.softmax(-1) * sees
+    weights = functional.dropout(weights, dropout).to(value.dtype)
+
+    def read(part, values):
+        grouped = part.reshape(part.shape[0], values.shape[1], -1, part.shape[-1])
+        return (grouped @ values).view(*part.shape[:3], values.shape[-1])
+
+    output = read(weights[..., num_sinks:], value)
+    if sinks is not None:
+        output = output + read(weights[..., :num_sinks], sinks[1])
+    return output, weights
+
+
+def _skewed(query, table, batch: int, first: int, size: int, start: int, stop: int):
+    """The buffer (H, B', t, W) of the block [start, stop) and its shifted view (B', H, t, S).
+
+    query: (H, B, Q, D) contiguous or None. table: (H, K, D) or (H, K); the block sees its columns from `first` on.
+    """
+    heads, length = table.shape[0], stop - start
+    width = size + length - 1
+    buffer = table.new_empty(heads, batch, length, width)
+    if query is None:
+        buffer[..., :size] = table[:, None, None, first:]
+    else:
+        block = query[:, :, start:stop].reshape(heads, batch * length, -1)
+        target = buffer.view(heads, batch * length, width)[..., :size]
+        torch.bmm(block, table[:, first:].transpose(1, 2), out=target)
+    buffer[..., size:] = -math.inf
+    strides = (length * width, batch * length * width, width - 1, 1)
+    return buffer, buffer.as_strided((batch, heads, length, size), strides, length - 1)
+
+
+def _hide(view: torch.Tensor, mask, start: int, stop: int, size: int) -> None:
+    if mask is not None:
+        view.masked_fill_(~mask[:, :, start:stop, :size], -math.inf)
+
+
+def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: float) -> torch.Tensor:
+    """Attention without gradient, one block of queries after the other. Arguments and result as `plain_attention`'s,
+    but the bias as factors, no weights, and mask may be None: causal."""
+    batch, _, num_queries, _ = query.shape
+    num_keys = key.shape[2]
+    rows = batch if bias.query is not None or (mask is not None and mask.shape[0] > 1) else 1
+    position_query = None if bias.query is None else bias.query.transpose(0, 1).contiguous()
+    grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+    outputs = []
+    for start in range(0, num_queries, BLOCK):
+        stop = min(start + BLOCK, num_queries)
+        size = num_keys - num_queries + stop
+        _, view = _skewed(position_query, bias.table, rows, num_keys - size, size, start, stop)
+        _hide(view, mask, start, stop, size)
+        if query.device.type != "cpu":
+            view = view.contiguous()  # kernels on accelerators want aligned rows
+        block = functional.scaled_dot_product_attention(
+            query[:, :, start:stop], key[:, :, :size], value[:, :, :size], attn_mask=view, scale=scaling, **grouped
+        )
+        outputs.append(block)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return zero_unseeing(output, mask)
+
+
+def zero_unseeing(output: torch.Tensor, mask) -> torch.Tensor:
+    """Zeros for queries that see nothing, whatever a kernel made of them."""
+    if mask is None:
+        return output
+    sees = mask.any(-1, keepdim=True)  # (B or 1, 1, Q, 1)
+    return output if bool(sees.all()) else output.masked_fill(~sees, 0.0)
+
+
+_CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+class BiasedAttention(torch.autograd.Function):
+    """Attention with a distance bias for training: blocks of queries, gradients by hand, scores of one block at a time.
+
+    Kept for the backward pass: inputs, output and the log of each query's softmax sum. Dropout is drawn again from its
+    seed, block by block. `plain_attention` is the reference.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, position_query, table, mask, scaling, dropout, seed):
+        batch, heads, num_queries, size_of_head = query.shape
+        num_keys = key.shape[2]
+        by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
+        kernel = _CPU_KERNEL if query.device.type == "cpu" and not dropout else None
+        rows = batch
+        if kernel is not None and by_head is None and (mask is None or mask.shape[0] == 1):
+            rows = 1
+        output = torch.empty_like(query)
+        log_sum = query.new_empty(batch, heads, num_queries)
+        for start in range(0, num_queries, BLOCK):
+            stop = min(start + BLOCK, num_queries)
+            size = num_keys - num_queries + stop
+            buffer, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
+            _hide(view, mask, start, stop, size)
+            queries, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
+            if kernel is not None:
+                block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
+            else:
+                scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling).add_(view)
+                sums = scores.logsumexp(-1)
+                weights = scores.sub_(_finite(sums)[..., None]).exp_()
+                if dropout:
+                    weights.mul_(_kept(weights.shape, dropout, seed, start, weights))
+                block = weights @ values
+            output[:, :, start:stop], log_sum[:, :, start:stop] = block, sums
+        output = zero_unseeing(output, mask)
+        ctx.save_for_backward(query, key, value, position_query, table, mask, output, log_sum)
+        ctx.scaling, ctx.dropout, ctx.seed = scaling, dropout, seed
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        query, key, value, position_query, table, mask, output, log_sum = ctx.saved_tensors
+        scaling = ctx.scaling
+        batch, heads, num_queries, size_of_head = query.shape
+        num_keys = key.shape[2]
+
+        def by_head(tensor):  # (B, H, ...) -> (H, B, ...)
+            return tensor.transpose(0, 1).contiguous()
+
+        def flat(tensor):  # (H, B, n, D) -> (H * B, n, D)
+            return tensor.reshape(heads * batch, tensor.shape[2], tensor.shape[3])
+
+        queries, keys, values, grads = (by_head(t) for t in (query, key, value, grad_output))
+        position = None if position_query is None else by_head(position_query)
+        sums = _finite(by_head(log_sum))[..., None]
+        delta = (grads * by_head(output)).sum(-1, keepdim=True)
+        grad_query = torch.empty_like(queries)
+        grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
+        grad_position = None if position is None else torch.empty_like(position)
+        grad_table = torch.zeros_like(table)
+        flat_key, flat_value = grad_key.view(-1, num_keys, size_of_head), grad_value.view(-1, num_keys, size_of_head)
+        for start in range(0, num_queries, BLOCK):
+            stop = min(start + BLOCK, num_queries)
+            size, length = num_keys - num_queries + stop, stop - start
+            first, width = num_keys - size, size + length - 1
+            buffer, view = _skewed(position, table, batch, first, size, start, stop)
+            _hide(view, mask, start, stop, size)
+            weights = buffer.as_strided((heads * batch, length, size), (length * width, width - 1, 1), length - 1)
+            block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
+            block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
+            torch.baddbmm(weights, block_query, block_key.transpose(1, 2), alpha=scaling, out=weights)
+            weights.sub_(flat(sums[:, :, start:stop])).exp_()
+            grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
+            if ctx.dropout:
+                kept = _kept((batch, heads, length, size), ctx.dropout, ctx.seed, start, weights)
+                kept = kept.transpose(0, 1).reshape(heads * batch, length, size)
+                flat_value[:, :size].baddbmm_((weights * kept).transpose(1, 2), block_grad)
+                grad_weights.mul_(kept)
+            else:
+                flat_value[:, :size].baddbmm_(weights.transpose(1, 2), block_grad)
+            # From here on the buffer holds the gradient of the scores, in place of the weights.
+            weights.mul_(grad_weights.sub_(flat(delta[:, :, start:stop])))
+            grad_query[:, :, start:stop] = torch.bmm(weights, block_key).view(heads, batch, length, -1)
+            flat_key[:, :size].baddbmm_(weights.transpose(1, 2), block_query, alpha=scaling)
+            if length > 1:
+                buffer[..., : length - 1].masked_fill_(_unread(length, buffer.device), 0.0)
+            by_distance = buffer[..., :size]
+            if position is None:
+                grad_table[:, first:] += by_distance.sum((1, 2))
+            else:
+                by_distance = by_distance.reshape(heads, batch * length, size)
+                block_position = position[:, :, start:stop].reshape(heads, batch * length, -1)
+                moved = torch.bmm(by_distance, table[:, first:])
+                grad_position[:, :, start:stop] = moved.view(heads, batch, length, -1)
+                grad_table[:, first:].baddbmm_(by_distance.transpose(1, 2), block_position)
+        grad_query.mul_(scaling)
+        if grad_position is not None:
+            grad_position = grad_position.transpose(0, 1)
+        moved_back = (tensor.transpose(0, 1) for tensor in (grad_query, grad_key, grad_value))
+        return *moved_back, grad_position, grad_table, None, None, None, None
+
+
+def _finite(sums: torch.Tensor) -> torch.Tensor:
+    """The log of an empty sum is -inf; with 0 in its place the weights of a query that sees nothing become exp(-inf)."""
+    return sums.masked_fill(sums == -math.inf, 0.0)
+
+
+def _unread(length: int, device) -> torch.Tensor:
+    """(t, t - 1): entries of the buffer that lie before the first one row i reads."""
+    row = torch.arange(length, device=device)[:, None]
+    return torch.arange(length - 1, device=device)[None] < length - 1 - row
+
+
+def _kept(shape, dropout: float, seed: int, start: int, like: torch.Tensor) -> torch.Tensor:
+    """Factors of dropout for a block: 0 or 1 / (1 - p), the same whenever they are drawn."""
+    generator = torch.Generator(like.device).manual_seed(seed + start)
+    drawn = torch.rand(shape, generator=generator, dtype=like.dtype, device=like.device)
+    return (drawn >= dropout).to(like.dtype).div_(1 - dropout)
+
+
+def trained_attention(query, key, value, bias: DistanceBias, mask, scaling: float, dropout: float) -> torch.Tensor:
+    """`BiasedAttention` with half precision raised to float32 and fewer key heads repeated."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    inputs = [None if t is None else t.to(dtype) for t in (query, key, value, bias.query, bias.table)]
+    seed = int(torch.randint(2**62, ())) if dropout else 0
+    with torch.autocast(query.device.type, enabled=False):
+        output = BiasedAttention.apply(*inputs, mask, scaling, dropout, seed)
+    return output.to(query.dtype)
