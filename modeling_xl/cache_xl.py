@@ -78,6 +78,15 @@ class LayerState:
         writable = torch.is_inference_mode_enabled() or not buffer.is_inference()
         return self.end + new <= buffer.shape[-2] and writable and not buffer.requires_grad
 
+    def shrink(self, keep: int) -> "LayerState":
+        """Moves the `keep` newest rows to storage of their own where a long call has left much more than they need."""
+        capacity = next((tensor.shape[-2] for tensor in self.rows.values()), 0)
+        if capacity <= 2 * keep + 256:
+            return self
+        keep = min(keep, self.size)
+        rows = {name: self.last(name, keep).clone() for name in self.rows}
+        return LayerState(rows, self.fixed, keep, keep)
+
     def with_fixed(self, **fixed: torch.Tensor) -> "LayerState":
         return LayerState(self.rows, {**self.fixed, **fixed}, self.end, self.size)
 
@@ -95,14 +104,15 @@ class LayerState:
 
     def fill(self, rows: torch.Tensor, count: int, **values: torch.Tensor) -> "LayerState":
         """Puts `values` (1, heads, count, size) into the `count` newest places of the batch rows where `rows` (B,)."""
+        size = max(self.size, count)
+        chosen = rows.view(-1, 1, 1, 1)
         filled = {}
         for name, value in values.items():
-            tensor = self.last(name, min(self.size, count))
-            missing = count - tensor.shape[-2]
-            tensor = torch.cat([tensor.new_zeros(*tensor.shape[:-2], missing, tensor.shape[-1]), tensor], -2)
-            chosen = rows.to(tensor.device)[:, None, None, None]
-            filled[name] = torch.where(chosen, value.to(tensor.dtype), tensor)
-        return LayerState(filled, self.fixed, count, count)
+            old = self.last(name, self.size)
+            old = torch.cat([old.new_zeros(*old.shape[:-2], size - self.size, old.shape[-1]), old], -2)
+            new = torch.where(chosen.to(old.device), value.to(old.dtype), old[..., size - count :, :])
+            filled[name] = torch.cat([old[..., : size - count, :], new], -2)
+        return LayerState(filled, self.fixed, size, size)
 
     def detach(self, rows: torch.Tensor | None = None) -> "LayerState":
         """Cuts the gradient, of the batch rows where `rows` (B,) is true, or of all."""

@@ -4,7 +4,7 @@ runs as a whole. No tensor of the model is computed here; all of it is integer a
 Legend: B rows of the batch, T columns of the call, t columns of a piece, U kept tokens a piece looks back to.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -187,7 +187,7 @@ def plan_call(
                 state_dtype=cache.dtype,
                 undo=undo,
                 history=None if history is None else history[:, : history.shape[1] - width + stop],
-                context=PositionContext(shared=context.shared, tables={}, derived=context.derived),
+                context=replace(context, tables={}),
                 wants_weights=wants_weights,
             )
         )

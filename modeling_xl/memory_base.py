@@ -53,6 +53,16 @@ class MemoryMechanism(nn.Module):
         return None
 
     @classmethod
+    def kept_rows(cls, config, mem_len: int) -> float:
+        """Most tokens that a query looks back to, itself excluded; inf: all; 0 where nothing is kept token by token."""
+        return 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token stays, so that any number of them can be taken back."""
+        return math.isinf(self.kept_rows(self.config, self.config.mem_len))
+
+    @classmethod
     def why_no_roll_back(cls, config) -> str | None:
         """Why newest tokens cannot be taken back from a state, or None where they can."""
         return f"memory_type='{cls.name}' folds tokens into its state."
@@ -122,11 +132,6 @@ class RowMemory(MemoryMechanism):
         """`oldest_visible` without regard to a window."""
         raise NotImplementedError
 
-    @classmethod
-    def kept_rows(cls, config, mem_len: int) -> float:
-        """Most tokens that a query looks back to, itself excluded; inf: all."""
-        raise NotImplementedError
-
     def is_hidden(self, piece) -> bool:
         return self.has_two_forms and piece.form == "hidden"
 
@@ -135,7 +140,7 @@ class RowMemory(MemoryMechanism):
         view = self._view(state, piece)
         query, key, value = attention.project(hidden_states)
         context = piece.context
-        new_sinks: dict[str, torch.Tensor] = {}
+        kept = self.kept_rows(self.config, piece.mem_len) + piece.undo
         if self.is_hidden(piece):
             source = {"sink_hidden": hidden_states[:, None]}
             if view.past:
@@ -147,7 +152,6 @@ class RowMemory(MemoryMechanism):
         else:
             source = {"sink_key": key, "sink_value": value}
             encoded, key = attention.encode(query, key, piece.encode_positions, piece.encode_positions, context)
-            kept = self.kept_rows(self.config, piece.mem_len) + piece.undo
             keep = int(min(state.size, max(kept, view.past)))
             state = state.append(keep, 64 + keep // 4, piece.state_dtype, key=key, value=value)
             if view.past or piece.state_dtype is not None:
@@ -155,14 +159,15 @@ class RowMemory(MemoryMechanism):
                 value = state.last("value", view.past + piece.width).to(query.dtype)
         sinks = None
         if view.sinks is not None:
-            new_sinks = self._update_sinks(state, source, view.sinks, piece)
-            state = state.with_fixed(**new_sinks)
+            state = state.with_fixed(**self._update_sinks(state, source, view.sinks, piece))
             sinks = self._read_sinks(attention, query, state, view.sinks, piece)
         output, weights = attention.softmax(
             query, encoded, key, value, context, view.mask, view.distances, view.gather_distances, sinks, piece.wants_weights
         )
         if piece.fillers is not None:
             state = state.pack(piece.fillers)
+        if math.isfinite(kept):
+            state = state.shrink(int(kept))
         return output, weights, state
 
     def _append_hidden(self, state, hidden_states, view: RowView, piece) -> LayerState:

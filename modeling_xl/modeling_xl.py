@@ -5,6 +5,7 @@ Legend: B batch, T columns of a call, E hidden size, V vocabulary, N layers.
 
 import copy
 import functools
+import math
 from typing import ClassVar
 
 import torch
@@ -207,13 +208,14 @@ class XLModel(XLPreTrainedModel):
                 device=hidden_states.device,
                 needs_row_lines=torch.is_grad_enabled() or any(layer.self_attn.memory.needs_row_lines for layer in self.layers),
                 undo=int(min(undo_limit, LEAST_UNDO + (self.config.segment_len or 0))) if work.record_past else 0,
-                context=PositionContext(shared=self.shared_position, derived=self._derived(work)),
+                context=self._position_context(work),
                 wants_weights=bool(output_attentions),
             )
             pieces = plan.pieces
             self._warn_of_open_segment(cache, plan)
             work.states = [None if state is None else state.detach() for state in work.states]
             for piece in pieces:
+                self._check_reentrant(piece)
                 here = hidden_states[:, piece.start : piece.stop]
                 for index, layer in enumerate(self.layers):
                     states[index].append(here)
@@ -302,16 +304,20 @@ class XLModel(XLPreTrainedModel):
                 "XLCache(model.config, form='hidden'), which works with and without gradient."
             )
 
-    def _derived(self, cache: XLCache):
-        return None if torch.is_grad_enabled() else cache.derived
+    def _position_context(self, cache: XLCache) -> PositionContext:
+        derived = None if torch.is_grad_enabled() else cache.derived
+        return PositionContext(self.shared_position, derived=derived, derived_limit=2 * self._kept_rows(cache) + 256)
+
+    def _kept_rows(self, cache: XLCache) -> float:
+        """Most tokens that a layer looks back to."""
+        return max(MEMORY_MECHANISMS[name].kept_rows(self.config, cache.mem_len) for name in self.config.layer_memory_types)
 
     def _undo_limit(self, cache: XLCache) -> float:
         """How many tokens `XLCache.crop` can take back after this call."""
         if not cache.is_croppable:
             return 0
-        mechanisms = {MEMORY_MECHANISMS[name] for name in self.config.layer_memory_types}
-        if all(mechanism.kept_rows(self.config, cache.mem_len) == float("inf") for mechanism in mechanisms):
-            return float("inf")
+        if all(layer.self_attn.memory.keeps_all for layer in self.layers):
+            return math.inf
         return max(self.config.segment_len or 0, LEAST_UNDO) if cache.record_past else 0
 
     def _warn_of_open_segment(self, cache, plan) -> None:
@@ -322,6 +328,19 @@ class XLModel(XLPreTrainedModel):
             logger.warning_once(
                 f"A training call ended inside a segment of {segment} tokens: the next call gives no gradient to the part "
                 "of the segment that was fed. Feed multiples of segment_len."
+            )
+
+    def _check_reentrant(self, piece) -> None:
+        """Reentrant checkpointing gives no gradient to the memory a layer reads, so none may have to flow there."""
+        if not piece.start or not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return
+        options = getattr(self.layers[0]._gradient_checkpointing_func, "keywords", {})
+        memory_is_cut = self.config.uses_grid and piece.cut is not None and bool(piece.cut.all())
+        memory_is_cut = memory_is_cut and all(layer.self_attn.memory.uses_grid for layer in self.layers)
+        if options.get("use_reentrant") and not memory_is_cut:
+            raise ValueError(
+                "use_reentrant=True in activation checkpointing would silently drop the gradient through memory here "
+                "(bptt_segments > 0, or rows whose segments end in different columns); use {'use_reentrant': False}."
             )
 
     def _join_weights(self, weights, pieces, packing: Packing):

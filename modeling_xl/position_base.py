@@ -6,6 +6,7 @@ itself. Every scheme uses this sign.
 Legend: B batch, H heads, Q queries, K keys, D head size.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,11 +37,13 @@ class PositionContext:
     shared: the module that the model owns for the scheme (`PositionScheme.shared_module`), or None.
     tables: results without gradient that the layers of one piece share (angles, sinusoids), keyed by the scheme.
     derived: results that depend on weights and outlive the call together with the cache, or None where gradients flow.
+    derived_limit: for how many distances a scheme may keep them, so that one long call does not swell the cache for ever.
     """
 
     shared: nn.Module | None = None
     tables: dict[Any, Any] = field(default_factory=dict)
     derived: dict[Any, torch.Tensor] | None = None
+    derived_limit: float = math.inf
 
 
 class PositionScheme(nn.Module):

@@ -71,15 +71,15 @@ class XLPosition(PositionScheme):
         """W_R r_d for the distances asked for, (H, K, D)."""
         if self.clamp_len is not None:
             distances = distances.clamp(max=self.clamp_len)
-        if context.derived is None:
+        needed = 0 if context.derived is None else int(distances.max()) + 1
+        if context.derived is None or needed > context.derived_limit:
             return self._project(distances, context)
         # Nothing but the distance enters here, so with frozen weights one table serves all calls of a cache. It grows
         # by doubling, so that a memory that fills up token by token does not project it anew for each token.
-        needed = int(distances.max()) + 1
         key = ("xl", self.layer_idx)
         table = context.derived.get(key)
         if table is None or table.shape[1] < needed:
-            size = needed if table is None else max(needed, 2 * table.shape[1])
+            size = needed if table is None else int(max(needed, min(2 * table.shape[1], context.derived_limit)))
             if self.clamp_len is not None:
                 size = min(size, self.clamp_len + 1)
             # Falling, like the keys' distances: the common request, all distances up to a largest one, is a slice.
