@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
 from transformers.utils import can_return_tuple, logging
 
 from .cache_xl import XLCache
@@ -476,36 +477,59 @@ class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
         cache = kwargs.get("cache")
         if cache is not None:
             _check_cache(cache, self.config)
-        if new_tokens_only and cache is not None and cache.get_seq_length():
-            ids = inputs if inputs is not None else kwargs.get("input_ids")
-            if ids is None:
-                raise ValueError("new_tokens_only=True needs the new token ids as input_ids.")
-            mask = kwargs.get("attention_mask")
-            mask = torch.ones_like(ids) if mask is None else mask
-            if mask.shape != ids.shape:
-                raise ValueError(
-                    f"attention_mask has shape {tuple(mask.shape)}; with new_tokens_only=True it must cover the new ids alone, "
-                    f"{tuple(ids.shape)}."
-                )
-            # Transformers tells new ids from a whole text by a mask that is longer than they are.
-            kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        mask = kwargs.get("attention_mask")
+        if cache is not None and cache.get_seq_length():
+            if new_tokens_only:
+                if ids is None:
+                    raise ValueError("new_tokens_only=True needs the new token ids as input_ids.")
+                mask = torch.ones_like(ids) if mask is None else mask
+                if mask.shape != ids.shape:
+                    raise ValueError(
+                        f"attention_mask has shape {tuple(mask.shape)}; with new_tokens_only=True it must cover the new ids "
+                        f"alone, {tuple(ids.shape)}."
+                    )
+                # Transformers tells new ids from a whole text by a mask that is longer than they are.
+                kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
+            elif ids is not None and (mask is None or mask.shape[1] == ids.shape[1]):
+                kwargs["seen_columns"] = cache.get_seq_length()
         return super().generate(inputs, *args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         return None  # the cache counts real tokens itself; ids that begin at 0 again would begin a document
 
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
-        document_ids = kwargs.pop("document_ids", None)
-        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
-        fed = kwargs["cache"].get_seq_length() if kwargs.get("cache") is not None else 0
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        next_sequence_length=None,
+        cache=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        is_first_iteration=False,
+        document_ids=None,
+        seen_columns=None,
+        **kwargs,
+    ):
+        if seen_columns and is_first_iteration and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - seen_columns
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
         if document_ids is not None:
+            fed = 0 if cache is None else cache.get_seq_length()
             given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             length = given.shape[1]
             if fed + length <= document_ids.shape[1]:
                 inputs["document_ids"] = document_ids[:, fed : fed + length]
-            elif kwargs.get("cache") is None:
-                last = document_ids[:, -1:].expand(-1, length - document_ids.shape[1])
-                inputs["document_ids"] = torch.cat([document_ids, last], 1)  # generated tokens go on with the last one
+            elif fed < document_ids.shape[1]:
+                more = document_ids[:, -1:].expand(-1, fed + length - document_ids.shape[1])
+                inputs["document_ids"] = torch.cat([document_ids[:, fed:], more], 1)  # what is generated goes on with it
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
@@ -520,9 +544,17 @@ class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
             if cache is not None:
                 raise ValueError("use_cache=False does not go with a cache to continue from; leave one of them out.")
             return
-        if "assisted" in str(getattr(generation_mode, "value", generation_mode)) and not self.config.can_roll_back:
+        # Assisted decoding alone does not ask which columns a cache has seen; the others must not be told twice.
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if not is_assisted:
+            model_kwargs.pop("seen_columns", None)
+        elif not self.config.can_roll_back:
             raise ValueError(
                 f"Assisted and prompt-lookup decoding take tokens back, and this memory cannot: {self.config.why_no_roll_back}"
+            )
+        elif cache is not None and model_kwargs.get("attention_mask") is not None and not model_kwargs.get("seen_columns"):
+            raise ValueError(
+                "Assisted and prompt-lookup decoding of new ids after a cache take no padding; leave the pads out."
             )
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if cache is None:
