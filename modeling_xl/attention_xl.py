@@ -107,6 +107,8 @@ class XLAttention(nn.Module):
                 full = gather_bias(lambda values: self.position.bias(query, values, context), gather_distances)
         length, num_keys = query.shape[2], key.shape[2]
         has_gradient = torch.is_grad_enabled()
+        if implementation == "flex_attention" and has_gradient and query.device.type == "cpu":
+            implementation = "sdpa"  # flex_attention has no backward pass on CPUs
 
         plain = implementation == "eager" or wants_weights
         if implementation == "sdpa":
@@ -144,13 +146,12 @@ class XLAttention(nn.Module):
                 sees = mask.any(-1, keepdim=True) | (logits > -math.inf).any(-1, keepdim=True).any(1, keepdim=True)
                 mask = None
             bias = torch.cat([logits, bias.expand(*logits.shape[:3], -1)], -1)
-        if bias is not None:
-            bias = bias.expand(query.shape[0], self.num_heads, query.shape[2], -1)
         if implementation == "flex_attention" and mask is not None:
-            # Its tensor masks are added to the scores.
+            # Its mask tensors are added to the scores, and on CPUs they crash torch 2.13 unless they are the bias.
             hidden = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-            mask = None if bias is not None else hidden.expand(query.shape[0], -1, -1, -1)
-            bias = None if bias is None else (bias + hidden)
+            bias, mask = hidden if bias is None else bias + hidden, None
+        if bias is not None:
+            bias = bias.expand(query.shape[0], self.num_heads, query.shape[2], -1).contiguous()
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _no_such_interface)
         options = {} if bias is None else {"position_bias": bias.to(query.dtype)}
         if implementation == "sdpa" and mask is None:

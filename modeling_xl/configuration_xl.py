@@ -40,7 +40,7 @@ class XLConfig(PreTrainedConfig):
     Raises ValueError naming the field, its value, the rule and the mend for whatever cannot work.
 
     >>> XLConfig(position_type="rope", memory_type="recurrence", segment_len=128, mem_len=256).max_context
-    4479
+    3199
     """
 
     model_type = "xl"
@@ -174,6 +174,9 @@ class XLConfig(PreTrainedConfig):
                 _refuse(self, "memory_type", f"is not one of {', '.join(MEMORY_MECHANISMS)}")
         if self.bptt_segments and self.segment_len is None:
             _refuse(self, "bptt_segments", "needs a segment_len: without one every call is a single segment")
+        if self.initial_memory == "zeros" and not any(m.may_start_with_zeros for m in self._mechanisms()):
+            known = ", ".join(name for name, m in MEMORY_MECHANISMS.items() if m.may_start_with_zeros)
+            _refuse(self, "initial_memory", f"means nothing to memory_type={self.memory_type!r}, only to {known}; use 'empty'")
         for name in set(self.layer_memory_types):
             MEMORY_MECHANISMS[name].validate(self)
         self.check_mem_len(self.mem_len)

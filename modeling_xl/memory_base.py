@@ -20,6 +20,7 @@ class MemoryMechanism(nn.Module):
     name: the value of `memory_type`; the file is `memory_<name>.py`.
     uses_grid: whether segments mean anything to it; only then are calls cut and gradients ended at segment lines.
     needs_row_lines: whether a piece must end at the segment line of each row (else only where gradient asks for it).
+    may_start_with_zeros: whether `initial_memory='zeros'` means anything to it.
     has_two_forms: whether it keeps hidden states with gradient and keys and values without.
     config_fields: fields of its own that a saved state depends on.
     """
@@ -27,6 +28,7 @@ class MemoryMechanism(nn.Module):
     name: ClassVar[str]
     uses_grid: ClassVar[bool] = True
     needs_row_lines: ClassVar[bool] = True
+    may_start_with_zeros: ClassVar[bool] = False
     has_two_forms: ClassVar[bool] = False
     config_fields: ClassVar[tuple[str, ...]] = ()
 
@@ -132,6 +134,10 @@ class RowMemory(MemoryMechanism):
         """`oldest_visible` without regard to a window."""
         raise NotImplementedError
 
+    @property
+    def starts_with_zeros(self) -> bool:
+        return self.may_start_with_zeros and self.config.initial_memory == "zeros"
+
     def is_hidden(self, piece) -> bool:
         return self.has_two_forms and piece.form == "hidden"
 
@@ -183,7 +189,7 @@ class RowMemory(MemoryMechanism):
     def _begin(self, attention, hidden_states, state: LayerState, piece) -> LayerState:
         """Puts the rows of zeros, where the config asks for them, before the first token of rows that have none yet."""
         size = piece.mem_len
-        if piece.fresh is None or self.config.initial_memory != "zeros" or not self.has_two_forms or not size:
+        if piece.fresh is None or not self.starts_with_zeros or not size:
             return state
         zeros = hidden_states.new_zeros(1, size, hidden_states.shape[-1])
         if self.is_hidden(piece):
@@ -207,7 +213,7 @@ class RowMemory(MemoryMechanism):
 
     def _make_view(self, state: LayerState, piece) -> RowView:
         config, positions = self.config, piece.positions
-        first = -piece.mem_len if config.initial_memory == "zeros" and self.has_two_forms else 0
+        first = -piece.mem_len if self.starts_with_zeros else 0
 
         def oldest(at):
             found = self.oldest_visible(config, piece.mem_len, at, piece.call_start[:, None])

@@ -14,6 +14,7 @@ class Recurrence(RowMemory):
     """
 
     name = "recurrence"
+    may_start_with_zeros = True
     has_two_forms = True
 
     @classmethod

@@ -1,0 +1,174 @@
+"""The attention functions on their own: blocked forms against the plain one, queries that see nothing, half precision."""
+
+import math
+
+import pytest
+import torch
+from helpers import biggest, ids_for, tiny_model
+
+from modeling_xl.position_base import DistanceBias, PositionContext
+from modeling_xl.positions import POSITION_SCHEMES
+from modeling_xl.softmax_xl import blocked_attention, plain_attention, shift_by_query, trained_attention
+
+# Unequal sizes, and more queries than one block holds.
+B, H, Q, K, D = 2, 3, 150, 211, 8
+
+
+def inputs(dtype=torch.float64, product=True, groups=1, queries=Q, keys=K):
+    torch.manual_seed(0)
+    query = torch.randn(B, H * groups, queries, D, dtype=dtype)
+    key, value = torch.randn(2, B, H, keys, D, dtype=dtype)
+    table = torch.randn(H * groups, keys, D, dtype=dtype) if product else torch.randn(H * groups, keys, dtype=dtype)
+    bias = DistanceBias(torch.randn_like(query) if product else None, table)
+    mask = torch.rand(B, 1, queries, keys) < 0.7
+    mask &= torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    mask[0, 0, 3] = False  # one query of one row sees nothing
+    return query, key, value, bias, mask
+
+
+def reference(query, key, value, bias, mask, scaling=0.3):
+    """Bias by explicit distance, softmax written out."""
+    queries, keys = query.shape[2], key.shape[2]
+    place = torch.arange(keys)[None] + (queries - 1 - torch.arange(queries))[:, None]  # column of the falling distances
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * scaling
+    table = bias.table[:, place.clamp(max=keys - 1)]
+    scores = scores + (table if bias.query is None else torch.einsum("bhqd,hqkd->bhqk", bias.query, table))
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ value
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "causal"])
+@pytest.mark.parametrize("product", [True, False], ids=["product", "table"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocked_forms_equal_the_plain_one(product, groups, masked):
+    query, key, value, bias, mask = inputs(product=product, groups=groups)
+    if not masked:
+        mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
+    expected = reference(query, key, value, bias, mask)
+    full = shift_by_query(bias.by_distance(), Q)
+    given = mask if masked else None
+    assert biggest(plain_attention(query, key, value, full, mask, 0.3)[0], expected) < 1e-12
+    assert biggest(blocked_attention(query, key, value, bias, given, 0.3), expected) < 1e-12
+    assert biggest(trained_attention(query, key, value, bias, given, 0.3, 0.0), expected) < 1e-12
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "causal"])
+@pytest.mark.parametrize("product", [True, False], ids=["product", "table"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_of_the_blocked_form(product, dropout, masked):
+    """Against automatic differentiation of the reference, or of a fixed draw of dropout by finite differences."""
+    query, key, value, bias, mask = inputs(product=product)
+    if not masked:
+        mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
+    leaves = [t for t in (query, key, value, *bias) if t is not None]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    weight = torch.randn(B, H, Q, D, dtype=torch.float64)
+
+    def loss():
+        torch.manual_seed(3)
+        return (trained_attention(query, key, value, bias, mask if masked else None, 0.3, dropout) * weight).sum()
+
+    found = torch.autograd.grad(loss(), leaves)
+    assert all(torch.isfinite(grad).all() for grad in found)
+    if not dropout:
+        expected = torch.autograd.grad((reference(query, key, value, bias, mask).nan_to_num(0.0) * weight).sum(), leaves)
+        if not masked:
+            for grad, true in zip(found, expected, strict=True):
+                assert biggest(grad, true) < 1e-10
+    for leaf, grad in zip(leaves, found, strict=True):
+        direction = torch.randn_like(leaf)
+        with torch.no_grad():
+            leaf.add_(direction, alpha=1e-6)
+            above = loss()
+            leaf.add_(direction, alpha=-2e-6)
+            below = loss()
+            leaf.add_(direction, alpha=1e-6)
+        slope = float((grad * direction).sum())
+        assert abs(float(above - below) / 2e-6 - slope) < 1e-5 * max(1.0, abs(slope))  # differences of sums of 7,200 terms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("product", [True, False], ids=["product", "table"])
+def test_query_that_sees_nothing_gives_zeros(product, dtype):
+    """Zeros and no gradient in every form and precision; nothing undefined anywhere."""
+    query, key, value, bias, mask = inputs(dtype, product)
+    mask[1] = False  # and a whole row
+    full = shift_by_query(bias.by_distance(), Q)
+    for leaf in (query, key, value):
+        leaf.requires_grad_()
+    outputs = {
+        "plain": plain_attention(query, key, value, full, mask, 0.3)[0],
+        "trained": trained_attention(query, key, value, bias, mask, 0.3, 0.0),
+    }
+    for output in outputs.values():
+        assert output.isfinite().all() and not output[0, :, 3].any() and not output[1].any()
+        grads = torch.autograd.grad(output.float().square().sum(), (query, key, value), retain_graph=True)
+        assert all(grad.isfinite().all() for grad in grads)
+        assert not grads[0][0, :, 3].any() and not grads[0][1].any() and not grads[1][1].any() and not grads[2][1].any()
+    with torch.no_grad():
+        blocked = blocked_attention(query, key, value, bias, mask, 0.3)
+    assert blocked.isfinite().all() and not blocked[0, :, 3].any() and not blocked[1].any()
+    assert biggest(blocked.float(), outputs["plain"].float()) < {torch.float32: 1e-5}.get(dtype, 0.1)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("position", POSITION_SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision(dtype, position, implementation):
+    """Finite logits and gradients near float32's, with padding and memory; activations are of size 10."""
+    changes = {"position_type": position, "attn_implementation": implementation}
+    exact, model = tiny_model(dtype=torch.float32, **changes), tiny_model(dtype=dtype, **changes)
+    ids = ids_for(model, 2, 23)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    expected = exact(ids, attention_mask=mask).logits[mask.bool()]
+    tolerance = 0.6 if dtype == torch.bfloat16 else 0.08  # 8 and 11 bits, 3 layers of weights far from initialisation
+    with torch.no_grad():
+        assert biggest(model(ids, attention_mask=mask).logits[mask.bool()].float(), expected) < tolerance
+    output = model(ids, attention_mask=mask, labels=ids)
+    assert biggest(output.logits[mask.bool()].float(), expected) < tolerance
+    assert output.loss.dtype == torch.float32
+    output.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_rotation_far_away_is_that_at_the_start():
+    """At position 10,000,000 in float32 to 1e-4: angles are made in float64 and rounded once."""
+    model = tiny_model(dtype=torch.float32, position_type="rope", head_dim=64)
+    scheme = model.model.layers[0].self_attn.position
+    query, key = torch.randn(2, 1, 4, 9, 64)
+    near, far = torch.arange(9)[None], torch.arange(9)[None] + 10_000_000
+    scores = []
+    for positions in (near, far):
+        q, k = scheme.encode(query, key, positions, positions, PositionContext())
+        scores.append(q @ k.transpose(-1, -2))
+    assert biggest(*scores) < 1e-4
+
+
+def test_unknown_attention_function_is_named():
+    model = tiny_model()
+    with pytest.raises((ValueError, KeyError, ImportError), match="flash|nonsense"):
+        model.set_attn_implementation("nonsense")
+    with pytest.raises((ValueError, ImportError), match=r"(?i)flash"):
+        model.set_attn_implementation("flash_attention_2")
+
+
+@pytest.mark.slow  # compiling takes half a minute a scheme
+@pytest.mark.parametrize("position", POSITION_SCHEMES)
+def test_flex_attention(position):
+    """Logits without gradient by the compiled kernel; with gradient on a CPU, where it has no backward pass, by sdpa's."""
+    changes = {"position_type": position, "dtype": torch.float32, "head_dim": 16}
+    eager, flex = (tiny_model(attn_implementation=name, **changes) for name in ("eager", "flex_attention"))
+    ids = ids_for(eager, 2, 23)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    with torch.no_grad():
+        assert biggest(eager(ids, attention_mask=mask).logits, flex(ids, attention_mask=mask).logits) < 1e-4
+    losses = [model(ids, attention_mask=mask, labels=ids).loss for model in (eager, flex)]
+    for model, loss in zip((eager, flex), losses, strict=True):
+        loss.backward()
+    for a, b in zip(eager.parameters(), flex.parameters(), strict=True):
+        assert biggest(a.grad, b.grad) < 1e-4
