@@ -124,7 +124,7 @@ class XLAttention(nn.Module):
                 return self._merge(output), None
         if bias is not None:
             full = shift_by_query(bias.by_distance(), length)
-        if mask is None and (length > 1 or plain):
+        if mask is None and length > 1:
             mask = causal_mask(length, num_keys, query.device)
         if plain:
             output, weights = plain_attention(encoded_query, key, value, full, mask, self.scaling, dropout, sinks)

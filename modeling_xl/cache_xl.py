@@ -74,9 +74,7 @@ class LayerState:
 
     def _has_room(self, new: int) -> bool:
         buffer = next(iter(self.rows.values()))
-        # A tensor made in inference mode may not be written outside of it, nor one that a graph still needs.
-        writable = torch.is_inference_mode_enabled() or not buffer.is_inference()
-        return self.end + new <= buffer.shape[-2] and writable and not buffer.requires_grad
+        return self.end + new <= buffer.shape[-2] and not buffer.requires_grad
 
     def shrink(self, keep: int) -> "LayerState":
         """Moves the `keep` newest rows to storage of their own where a long call has left much more than they need."""
@@ -118,6 +116,8 @@ class LayerState:
         """Cuts the gradient, of the batch rows where `rows` (B,) is true, or of all."""
 
         def cut(tensor):
+            if tensor.is_inference() and not torch.is_inference_mode_enabled():
+                return tensor.clone()  # one made in inference mode may not be kept for a backward pass
             if rows is None or not tensor.requires_grad:
                 return tensor.detach()
             chosen = rows.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))

@@ -202,6 +202,8 @@ class XLConfig(PreTrainedConfig):
             )
         if self.tie_projs is not None and len(self.tie_projs) != len(cutoffs) + 1:
             _refuse(self, "tie_projs", f"must have one entry a cluster, {len(cutoffs) + 1}")
+        if self.tie_projs is not None and any(self.tie_projs) and not self.tie_word_embeddings:
+            _refuse(self, "tie_projs", "ties projections, but tie_word_embeddings=False ties nothing; set all to False")
 
     @property
     def layer_memory_types(self) -> list[str]:
@@ -217,11 +219,6 @@ class XLConfig(PreTrainedConfig):
     def has_two_forms(self) -> bool:
         """Whether a layer's memory is kept as hidden states or as keys and values, as `XLCache(form=…)` says."""
         return any(mechanism.has_two_forms for mechanism in self._mechanisms())
-
-    @property
-    def uses_grid(self) -> bool:
-        """Whether segments mean anything to a layer."""
-        return any(mechanism.uses_grid for mechanism in self._mechanisms())
 
     @property
     def why_no_roll_back(self) -> str | None:

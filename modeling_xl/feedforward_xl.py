@@ -15,8 +15,7 @@ class XLRMSNorm(nn.Module):
 
     def forward(self, hidden_states):
         raised = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        scale = torch.rsqrt(raised.square().mean(-1, keepdim=True) + self.eps)
-        return (raised * scale).to(hidden_states.dtype) * self.weight
+        return nn.functional.rms_norm(raised, raised.shape[-1:], eps=self.eps).to(hidden_states.dtype) * self.weight
 
 
 class XLLayerNorm(nn.LayerNorm):

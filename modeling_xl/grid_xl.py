@@ -126,12 +126,13 @@ class CallPlan:
 
 
 def plan_call(
-    config,
     cache: XLCache,
     counts: torch.Tensor,
     document_ids: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     device: torch.device,
+    segment_len: int | None,
+    bptt_segments: int,
     needs_row_lines: bool,
     undo: int,
     context: PositionContext,
@@ -140,7 +141,7 @@ def plan_call(
     """Lays the packed call over the grid of each row.
 
     counts (B,): real tokens a row. document_ids, position_ids: packed (B, T) integers on the CPU, or None.
-    needs_row_lines: whether a piece may not cross the segment line of any row (gradient, or a mechanism that asks for it).
+    segment_len: None where a call is one piece. needs_row_lines: whether a piece may not cross the segment line of any row (gradient, or a mechanism that asks for it).
     """
     before = cache._lengths
     width = int(counts.max())
@@ -164,7 +165,7 @@ def plan_call(
 
     fresh = before == 0
     pieces = []
-    edges = _edges(config, cache._lengths, counts, width, needs_row_lines)
+    edges = _edges(segment_len, before, counts, width, needs_row_lines)
     for start, stop in zip(edges, edges[1:], strict=False):
         fillers = (stop - counts).clamp(0, stop - start)
         here = encode_positions[:, start:stop]
@@ -179,7 +180,7 @@ def plan_call(
                 lengths=before + counts.clamp(max=stop),
                 fillers=fillers if bool(fillers.any()) else None,
                 fresh=fresh if start == 0 and bool(fresh.any()) else None,
-                cut=_cut(config, before, start),
+                cut=_cut(segment_len, bptt_segments, before, start),
                 is_last=stop == width,
                 device=device,
                 mem_len=cache.mem_len,
@@ -207,29 +208,26 @@ def plan_call(
     )
 
 
-def _edges(config, before, counts, width: int, needs_row_lines: bool) -> list[int]:
+def _edges(segment: int | None, before, counts, width: int, needs_row_lines: bool) -> list[int]:
     """Columns at which pieces begin and end."""
-    segment = config.segment_len
-    if segment is None or not config.uses_grid:
+    if segment is None or width == 1:
         return [0, width]
-    live = counts > 0
-    phases = (before[live] % segment).unique()
+    phases = {phase for phase, count in zip((before % segment).tolist(), counts.tolist(), strict=True) if count}
     if needs_row_lines or len(phases) == 1:
         # Line of a row: its own count of tokens is a multiple of L. In phase these are the same columns for all rows.
-        inner = {column for phase in phases.tolist() for column in range(segment - phase, width, segment)}
+        inner = {column for phase in phases for column in range(segment - phase, width, segment)}
     else:
         inner = set(range(segment, width, segment))
     return [0, *sorted(inner), width]
 
 
-def _cut(config, before, start: int) -> torch.Tensor | None:
+def _cut(segment: int | None, bptt_segments: int, before, start: int) -> torch.Tensor | None:
     """Rows that begin, at column `start`, segment k + 1, 2(k + 1), ... of the call: there the gradient ends."""
-    if start == 0 or config.segment_len is None or not config.uses_grid:
+    if start == 0 or segment is None:
         return None
-    segment = config.segment_len
     here = before + start
     number = here // segment - before // segment
-    cut = (here % segment == 0) & (number % (config.bptt_segments + 1) == 0)
+    cut = (here % segment == 0) & (number % (bptt_segments + 1) == 0)
     return cut if bool(cut.any()) else None
 
 

@@ -59,11 +59,6 @@ class MemoryMechanism(nn.Module):
         """Most tokens that a query looks back to, itself excluded; inf: all; 0 where nothing is kept token by token."""
         return 0
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every token stays, so that any number of them can be taken back."""
-        return math.isinf(self.kept_rows(self.config, self.config.mem_len))
-
     @classmethod
     def why_no_roll_back(cls, config) -> str | None:
         """Why newest tokens cannot be taken back from a state, or None where they can."""

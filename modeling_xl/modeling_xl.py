@@ -20,7 +20,6 @@ from .feedforward_xl import make_norm
 from .grid_xl import Packing, plan_call
 from .head_xl import XLHead, make_embedding, make_head, resized_embedding, tied_weights
 from .layer_xl import XLDecoderLayer
-from .memories import MEMORY_MECHANISMS
 from .outputs_xl import XLCausalLMOutput, XLClassifierOutput, XLModelOutput, XLQuestionAnsweringOutput
 from .position_base import PositionContext
 from .positions import POSITION_SCHEMES
@@ -132,6 +131,8 @@ class XLModel(XLPreTrainedModel):
         self.layers = nn.ModuleList(XLDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = make_norm(config) if config.final_norm else None
         self.final_dropout = nn.Dropout(config.hidden_dropout)
+        self._mechanisms = {type(layer.self_attn.memory) for layer in self.layers}
+        self._uses_grid = any(mechanism.uses_grid for mechanism in self._mechanisms)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -201,13 +202,14 @@ class XLModel(XLPreTrainedModel):
         pieces = []
         if packing.width:
             plan = plan_call(
-                self.config,
                 work,
                 packing.counts,
                 self._per_token("document_ids", document_ids, packing),
                 self._per_token("position_ids", position_ids, packing),
                 device=hidden_states.device,
-                needs_row_lines=torch.is_grad_enabled() or any(layer.self_attn.memory.needs_row_lines for layer in self.layers),
+                segment_len=self.config.segment_len if self._uses_grid else None,
+                bptt_segments=self.config.bptt_segments,
+                needs_row_lines=torch.is_grad_enabled() or any(m.needs_row_lines for m in self._mechanisms),
                 undo=int(min(undo_limit, LEAST_UNDO + (self.config.segment_len or 0))) if work.record_past else 0,
                 context=self._position_context(work),
                 wants_weights=bool(output_attentions),
@@ -307,23 +309,23 @@ class XLModel(XLPreTrainedModel):
 
     def _position_context(self, cache: XLCache) -> PositionContext:
         derived = None if torch.is_grad_enabled() else cache.derived
-        return PositionContext(self.shared_position, derived=derived, derived_limit=2 * self._kept_rows(cache) + 256)
+        return PositionContext(self.shared_position, derived=derived, derived_limit=2 * max(self._kept_rows(cache)) + 256)
 
-    def _kept_rows(self, cache: XLCache) -> float:
-        """Most tokens that a layer looks back to."""
-        return max(MEMORY_MECHANISMS[name].kept_rows(self.config, cache.mem_len) for name in self.config.layer_memory_types)
+    def _kept_rows(self, cache: XLCache) -> list[float]:
+        """Most tokens that the layers look back to, for each mechanism."""
+        return [mechanism.kept_rows(self.config, cache.mem_len) for mechanism in self._mechanisms]
 
     def _undo_limit(self, cache: XLCache) -> float:
         """How many tokens `XLCache.crop` can take back after this call."""
-        if not cache.is_croppable:
-            return 0
-        if all(layer.self_attn.memory.keeps_all for layer in self.layers):
+        if min(self._kept_rows(cache)) == math.inf:
             return math.inf
-        return max(self.config.segment_len or 0, LEAST_UNDO) if cache.record_past else 0
+        if not cache.record_past or not cache.is_croppable:
+            return 0
+        return max(self.config.segment_len or 0, LEAST_UNDO)
 
     def _warn_of_open_segment(self, cache, plan) -> None:
         segment = self.config.segment_len
-        if cache is None or segment is None or not self.config.uses_grid:
+        if cache is None or segment is None or not self._uses_grid:
             return
         if self.training and torch.is_grad_enabled() and bool((plan.lengths % segment != 0).any()):
             logger.warning_once(
@@ -336,8 +338,7 @@ class XLModel(XLPreTrainedModel):
         if not piece.start or not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return
         options = getattr(self.layers[0]._gradient_checkpointing_func, "keywords", {})
-        memory_is_cut = self.config.uses_grid and piece.cut is not None and bool(piece.cut.all())
-        memory_is_cut = memory_is_cut and all(layer.self_attn.memory.uses_grid for layer in self.layers)
+        memory_is_cut = piece.cut is not None and bool(piece.cut.all()) and all(m.uses_grid for m in self._mechanisms)
         if options.get("use_reentrant") and not memory_is_cut:
             raise ValueError(
                 "use_reentrant=True in activation checkpointing would silently drop the gradient through memory here "
@@ -493,7 +494,12 @@ class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
                 kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
             elif ids is not None and (mask is None or mask.shape[1] == ids.shape[1]):
                 kwargs["seen_columns"] = cache.get_seq_length()
-        return super().generate(inputs, *args, **kwargs)
+        recorded = cache is not None and cache.record_past
+        try:
+            return super().generate(inputs, *args, **kwargs)
+        finally:
+            if cache is not None:
+                cache.record_past = recorded  # assisted decoding asks for rows that later calls need not keep
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         return None  # the cache counts real tokens itself; ids that begin at 0 again would begin a document

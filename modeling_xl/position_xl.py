@@ -69,28 +69,23 @@ class XLPosition(PositionScheme):
 
     def _table(self, distances, context: PositionContext) -> torch.Tensor:
         """W_R r_d for the distances asked for, (H, K, D)."""
-        if self.clamp_len is not None:
-            distances = distances.clamp(max=self.clamp_len)
-        needed = 0 if context.derived is None else int(distances.max()) + 1
-        if context.derived is None or needed > context.derived_limit:
+        count = distances.shape[0]
+        is_run = int(distances[0]) == count - 1 and int(distances[-1]) == 0  # count - 1 ... 0, as all regular calls ask
+        if context.derived is None or not is_run or count > context.derived_limit:
             return self._project(distances, context)
         # Nothing but the distance enters here, so with frozen weights one table serves all calls of a cache. It grows
         # by doubling, so that a memory that fills up token by token does not project it anew for each token.
         key = ("xl", self.layer_idx)
         table = context.derived.get(key)
-        if table is None or table.shape[1] < needed:
-            size = needed if table is None else int(max(needed, min(2 * table.shape[1], context.derived_limit)))
-            if self.clamp_len is not None:
-                size = min(size, self.clamp_len + 1)
-            # Falling, like the keys' distances: the common request, all distances up to a largest one, is a slice.
-            falling = torch.arange(size - 1, -1, -1, device=distances.device)
-            table = context.derived[key] = self._project(falling, context)
-        size = table.shape[1]
-        if needed == distances.shape[0] and (needed == 1 or int(distances[-1]) == 0):
-            return table[:, size - needed :]
-        return table[:, size - 1 - distances]
+        if table is None or table.shape[1] < count:
+            size = count if table is None else int(max(count, min(2 * table.shape[1], context.derived_limit)))
+            run = torch.arange(size - 1, -1, -1, device=distances.device)
+            table = context.derived[key] = self._project(run, context)
+        return table[:, table.shape[1] - count :]
 
     def _project(self, distances, context: PositionContext) -> torch.Tensor:
+        if self.clamp_len is not None:
+            distances = distances.clamp(max=self.clamp_len)
         weight = self.r_proj.weight
         key = ("xl", distances.shape[0], weight.dtype)
         known = context.tables.get(key)

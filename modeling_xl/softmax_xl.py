@@ -25,6 +25,8 @@ def shift_by_query(by_distance: torch.Tensor, num_queries: int) -> torch.Tensor:
 
     Places above the diagonal hold numbers of other rows; a causal mask must hide them (appendix B of Transformer-XL).
     """
+    if num_queries == 1:
+        return by_distance
     *lead, _, num_keys = by_distance.shape
     by_distance = by_distance.expand(*lead, num_queries, num_keys)
     padded = functional.pad(by_distance, (1, 0)).reshape(*lead, num_keys + 1, num_queries)
@@ -63,22 +65,28 @@ def scaled_scores(query: torch.Tensor, key: torch.Tensor, scaling: float) -> tor
 def plain_attention(query, key, value, bias, mask, scaling: float, dropout: float = 0.0, sinks=None):
     """The reference: every score at once, in float32 at least. Any gradient, dropout, and the weights.
 
-    bias: (B or 1, H, Q, K) or None. mask: (B or 1, 1, Q, K), true where visible. sinks: (logits (B, H, Q, s), values
+    bias: (B or 1, H, Q, K) or None. mask: (B or 1, 1, Q, K), true where visible, or None: all. sinks: (logits (B, H, Q, s), values
     (B, heads, s, D)) or None. Returns output (B, H, Q, D) and weights (B, H, Q, s + K). A query that sees nothing gets
     zeros.
     """
     scores = scaled_scores(query, key, scaling)
     if bias is not None:
         scores = scores + bias
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    sees = mask.any(-1, keepdim=True)
+    sees = None
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        sees = mask.any(-1, keepdim=True)
     num_sinks = 0
     if sinks is not None:
         num_sinks = sinks[0].shape[-1]
         scores = torch.cat([sinks[0].to(scores.dtype), scores], -1)
-        sees = sees | (sinks[0] > -math.inf).any(-1, keepdim=True)
-    weights = scores.softmax(-1) * sees
-    weights = functional.dropout(weights, dropout).to(value.dtype)
+        sees = None if sees is None else sees | (sinks[0] > -math.inf).any(-1, keepdim=True)
+    weights = scores.softmax(-1)
+    if sees is not None:
+        weights = weights * sees
+    if dropout:
+        weights = functional.dropout(weights, dropout)
+    weights = weights.to(value.dtype)
 
     def read(part, values):
         grouped = part.reshape(part.shape[0], values.shape[1], -1, part.shape[-1])

@@ -8,7 +8,7 @@ from helpers import biggest, ids_for, tiny_model
 
 from modeling_xl.position_base import DistanceBias, PositionContext
 from modeling_xl.positions import POSITION_SCHEMES
-from modeling_xl.softmax_xl import blocked_attention, plain_attention, shift_by_query, trained_attention
+from modeling_xl.softmax_xl import BLOCK, blocked_attention, plain_attention, shift_by_query, trained_attention
 
 # Unequal sizes, and more queries than one block holds.
 B, H, Q, K, D = 2, 3, 150, 211, 8
@@ -88,6 +88,19 @@ def test_gradients_of_the_blocked_form(product, dropout, masked):
             leaf.add_(direction, alpha=1e-6)
         slope = float((grad * direction).sum())
         assert abs(float(above - below) / 2e-6 - slope) < 1e-5 * max(1.0, abs(slope))  # differences of sums of 7,200 terms
+
+
+def test_dropout_is_unbiased_and_drawn_anew_for_each_block():
+    """Uniform weights over 211 keys: the mean output is the value, and blocks do not repeat one another's pattern."""
+    query, key, value = torch.zeros(1, 1, 2 * BLOCK, D), torch.zeros(1, 1, 3 * BLOCK, D), torch.ones(1, 1, 3 * BLOCK, D)
+    bias = DistanceBias(None, torch.zeros(1, 3 * BLOCK))
+    mask = torch.ones(1, 1, 2 * BLOCK, 3 * BLOCK, dtype=torch.bool)
+    torch.manual_seed(0)
+    output = trained_attention(query, key, value, bias, mask, 1.0, 0.5)[0, 0, :, 0]
+    assert abs(float(output.mean()) - 1) < 0.02  # 256 means of up to 384 draws of 0 or 2
+    assert not torch.equal(output[:BLOCK], output[BLOCK:])
+    last = trained_attention(query, key, value, bias, mask, 1.0, 0.5)[0, 0, :, 0]
+    assert not torch.equal(output, last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -237,9 +237,9 @@ def test_dtype_halves_the_state():
 @pytest.mark.parametrize("changes", [{"attention_window": 6}, {}, {"segment_len": None}, {"num_sink_tokens": 3}])
 def test_size_does_not_grow_with_the_text(changes):
     model = tiny_model(dtype=torch.float32, **changes)
-    ids = ids_for(model, 1, 3000)
+    ids = ids_for(model, 1, 900)
     with torch.no_grad():
-        cache = model(ids[:, :600]).cache
+        cache = model(ids[:, :300]).cache
         sizes = []
         for part in (*ids[:, :40].split(1, 1), *ids.split(97, 1), ids):
             cache = model(part, cache=cache).cache
@@ -289,3 +289,21 @@ def test_outputs_answer_to_three_names():
         with pytest.raises(ValueError, match="mems"):
             model(ids_for(model, 1, 4), cache=output.cache, mems=output.cache)
         assert model(ids_for(model, 1, 4), use_cache=False).cache is None
+
+
+def test_inference_mode_and_gradient_mix():
+    """A state made in inference mode goes on outside of it, and into training."""
+    model = tiny_model()
+    ids = ids_for(model, 2, 30)
+    expected = model(ids).logits
+    with torch.inference_mode():
+        cache = XLCache(model.config, form="hidden")
+        kept = model(ids[:, :13]).cache
+        model(ids[:, :13], cache=cache)
+    with torch.no_grad():
+        assert biggest(model(ids[:, 13:], cache=kept).logits, expected[:, 13:]) < 1e-9
+    output = model(ids[:, 13:], cache=cache, labels=ids[:, 13:])
+    assert biggest(output.logits, expected[:, 13:]) < 1e-9
+    output.loss.backward()
+    with torch.inference_mode():
+        assert model(ids[:, :3], cache=output.cache).cache.lengths.tolist() == [33, 33]

@@ -51,6 +51,7 @@ REFUSED = [
     ({"div_val": 2}, "div_val=2 needs cutoffs"),
     ({"div_val": 5, "cutoffs": [20, 60]}, "div_val=5 gives the last of 3 clusters a width of 0"),
     ({"tie_projs": [True], "cutoffs": [20]}, "tie_projs"),
+    ({"tie_projs": [False, True], "cutoffs": [20], "tie_word_embeddings": False}, "tie_projs=.* tie_word_embeddings=False"),
     ({"pad_token_id": 97}, "pad_token_id=97"),
     ({"position_type": "t5", "relative_attention_num_buckets": 5}, "relative_attention_num_buckets=5"),
     ({"position_type": "t5", "relative_attention_max_distance": 16}, "relative_attention_max_distance=16"),

@@ -1,0 +1,69 @@
+"""Does the state grow with the text? Feeds one stream of 200,000 tokens and prints, at 10,000 tokens and at the end, the bytes of
+the cache, the peak memory of the process and the time of the last 10,000 tokens.
+
+    python benchmarks/long_stream.py [--tokens 200000] [--position xl] [--memory recurrence] [--call 64]
+
+The process ends with an error if cache or peak grew by more than 1 %.
+"""
+
+import argparse
+import resource
+import sys
+import time
+
+import torch
+
+from modeling_xl import XLConfig, XLForCausalLM
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--position", default="xl")
+    parser.add_argument("--memory", default="recurrence")
+    parser.add_argument("--call", type=int, default=64, help="tokens a call; 1 is decoding")
+    parser.add_argument("--mem-len", type=int, default=512)
+    parser.add_argument("--window", type=int, default=None)
+    parser.add_argument("--sinks", type=int, default=0)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    config = XLConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=256,
+        segment_len=128,
+        mem_len=options.mem_len,
+        position_type=options.position,
+        memory_type=options.memory,
+        attention_window=options.window,
+        num_sink_tokens=options.sinks,
+    )
+    model = XLForCausalLM(config).eval()
+    cache, fed, mark = None, 0, 10_000
+    figures = []
+    started = time.perf_counter()
+    with torch.inference_mode():
+        while fed < options.tokens:
+            ids = torch.randint(0, config.vocab_size, (1, min(options.call, options.tokens - fed)))
+            cache = model(ids, cache=cache, logits_to_keep=1).cache
+            fed += ids.shape[1]
+            if fed >= mark:
+                now = time.perf_counter()
+                figures.append((fed, cache.nbytes, peak_mib(), now - started))
+                started, mark = now, mark + 10_000
+    for tokens, nbytes, peak, seconds in (figures[0], figures[-1]):
+        print(f"{tokens:>9,} tokens: cache {nbytes:>10,} bytes, peak {peak:8.1f} MiB, last 10,000 tokens in {seconds:6.2f} s")
+    first, last = figures[0], figures[-1]
+    grew = max(last[1] / first[1], last[2] / first[2]) - 1
+    print(f"growth of cache or peak from {first[0]:,} to {last[0]:,} tokens: {grew:.2%}")
+    return int(grew > 0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

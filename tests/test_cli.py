@@ -1,0 +1,204 @@
+"""The command `modeling-xl`: what it writes, its exit codes and its one-line errors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from modeling_xl import XLForCausalLM, cli
+from modeling_xl.data import SAMPLE_TEXT, byte_tokenizer, encode
+
+CONFIG = {
+    "model_type": "xl",
+    "vocab_size": 259,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 32,
+    "segment_len": 8,
+    "mem_len": 16,
+    "initializer_range": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a config, a text and a model trained on it by the command itself."""
+    path = tmp_path_factory.mktemp("cli")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "training.json").write_text(json.dumps({"learning_rate": 0.01, "batch_size": 8, "warmup_steps": 5}))
+    # Little text, often: a small model soon knows it well enough to write something that is not one letter repeated.
+    (path / "text.txt").write_bytes(SAMPLE_TEXT.read_bytes()[:240] * 25)
+    (path / "held_out.txt").write_bytes(SAMPLE_TEXT.read_bytes()[:1000])
+    (path / "latin.txt").write_bytes("zwölf".encode("latin-1"))
+    (path / "other" / "model").mkdir(parents=True)
+    LlamaConfig().save_pretrained(path / "other" / "model")
+    command = ["train", str(path), "--train-file", str(path / "text.txt"), "--output-dir", str(path / "model")]
+    assert cli.main([*command, "--max-steps", "120"]) == 0
+    return path
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr) of the command."""
+    capsys.readouterr()
+    try:
+        code = cli.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["generate"]], ids=str)
+def test_help(capsys, command):
+    code, out, _ = run(capsys, *command, "--help")
+    assert code == 0
+    assert "usage: modeling-xl" in out
+
+
+def test_module_runs_as_a_command():
+    done = subprocess.run([sys.executable, "-m", "modeling_xl.cli"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+def test_train_reports_and_saves(capsys, folder, tmp_path):
+    code, out, _ = run(
+        capsys, "train", folder, "--train-file", folder / "text.txt", folder / "held_out.txt", "--output-dir",
+        tmp_path / "new", "--eval-file", folder / "held_out.txt", "--max-bytes", 300, "--mem-len", 4, "--batch-size", 2,
+    )  # fmt: skip
+    assert code == 0
+    assert "trained 19 steps on 304 bytes" in out
+    assert "segment 8, memory 4, clamp none, window none, start empty, streams 2" in out
+    assert XLForCausalLM.from_pretrained(tmp_path / "new").config.mem_len == 4
+
+
+class TestEvaluate:
+    def test_result_names_its_settings(self, capsys, folder):
+        code, out, _ = run(
+            capsys, "evaluate", folder / "model", folder / "held_out.txt", "--clamp-len", 9, "--window", 7
+        )
+        assert code == 0
+        assert "bits per byte, perplexity" in out
+        assert "(999 tokens, 999 bytes" in out
+        assert "segment 8, memory 16, clamp 9, window 7, start empty, streams 1" in out
+
+    def test_json_and_plot_of_several_memory_lengths(self, capsys, folder, tmp_path):
+        code, out, _ = run(
+            capsys, "evaluate", folder / "model", folder / "held_out.txt", folder / "text.txt", "--mem-len", 0, 8, 32,
+            "--json", "--plot", tmp_path / "plot.png", "--streams", 4, "--batch-size", 2,
+        )  # fmt: skip
+        assert code == 0
+        results = json.loads(out)
+        assert [result["mem_len"] for result in results] == [0, 8, 32]
+        assert {result["num_tokens"] for result in results} == {6999}
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestGenerate:
+    prompt = "First Citizen:\nWe are "
+
+    def test_greedy_text_is_that_of_the_model(self, capsys, folder):
+        model = XLForCausalLM.from_pretrained(folder / "model").eval()
+        ids = encode(self.prompt, byte_tokenizer())[None]
+        expected = byte_tokenizer().decode(model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :])
+        code, out, _ = run(
+            capsys, "generate", folder / "model", "--prompt", self.prompt, "--max-new-tokens", 40, "--temperature", 0
+        )
+        assert (code, out) == (0, expected)
+        assert len(set(out)) > 5
+
+    def test_a_prompt_file_read_in_pieces(self, capsys, folder, monkeypatch):
+        command = ["generate", folder / "model", "--prompt-file", folder / "held_out.txt", "--max-new-tokens", 10]
+        _, whole, _ = run(capsys, *command)
+        monkeypatch.setattr(cli, "PROMPT_CHUNK", 13)
+        assert run(capsys, *command)[:2] == (0, whole)
+
+    def test_runs_chained_by_the_cache_equal_one_long_run(self, capsys, folder, tmp_path):
+        model, cache = folder / "model", tmp_path / "cache"
+        _, whole, _ = run(capsys, "generate", model, "--prompt", self.prompt, "--max-new-tokens", 60)
+        parts = [
+            ["--prompt", self.prompt, "--max-new-tokens", 25, "--cache-out", cache],
+            ["--cache-in", cache, "--max-new-tokens", 20, "--cache-out", cache],
+            ["--cache-in", cache, "--max-new-tokens", 15],
+        ]
+        assert "".join(run(capsys, "generate", model, *part)[1] for part in parts) == whole
+        assert len(whole) == 60
+
+    def test_a_prompt_goes_on_from_the_cache(self, capsys, folder, tmp_path):
+        model = folder / "model"
+        start = ["generate", model, "--prompt", self.prompt, "--max-new-tokens", 9]
+        _, said, _ = run(capsys, *start, "--cache-out", tmp_path / "cache")
+        _, whole, _ = run(
+            capsys, "generate", model, "--prompt", self.prompt + said + " Speak!\n", "--max-new-tokens", 20
+        )
+        code, out, _ = run(
+            capsys, "generate", model, "--cache-in", tmp_path / "cache", "--prompt", " Speak!\n", "--max-new-tokens", 20
+        )
+        assert (code, out) == (0, whole)
+
+    def test_samples_repeat_with_their_seed(self, capsys, folder):
+        command = ["generate", folder / "model", "--prompt", self.prompt, "--temperature", 0.9, "--max-new-tokens", 30]
+        texts = [run(capsys, *command, "--top-p", 0.95, "--seed", seed)[1] for seed in (1, 1, 2)]
+        assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train {} --train-file {}/text.txt", "--output-dir"),
+        ("train {}/nothing --train-file {}/text.txt --output-dir {}/new", "no config there"),
+        ("train {} --train-file {}/nothing.txt --output-dir {}/new", "nothing.txt: no such file"),
+        ("train {} --train-file {}/latin.txt --output-dir {}/new", "latin.txt: not UTF-8 text"),
+        ("train {} --train-file {}/text.txt --output-dir {}/model", "is not empty"),
+        (
+            "train {} --train-file {}/text.txt --output-dir {}/new --max-steps 0",
+            "--max-steps: 0 is not an integer of at least 1",
+        ),
+        ("train {} --train-file {}/text.txt --output-dir {}/new --batch-size 9000", "too few for 9000 stream"),
+        ("train {} --train-file {}/text.txt --output-dir {}/new --tokenizer {}/other", "no tokenizer could be loaded"),
+        ("evaluate {}/model", "FILE"),
+        ("evaluate {}/nothing {}/text.txt", "nothing: no model could be loaded"),
+        ("evaluate {}/other/model {}/text.txt", "is a model of type 'llama'"),
+        ("evaluate {}/model {}/text.txt --mem-len -3", "--mem-len: -3 is not an integer of at least 0"),
+        ("evaluate {}/model {}/text.txt --plot {}/plot.png", "give several values to --mem-len"),
+        ("evaluate {}/model {}/text.txt --streams 6000", "too few for 6000 stream"),
+        ("generate {}/model", "nothing to continue"),
+        ("generate {}/model --prompt a --prompt-file {}/text.txt", "not allowed with"),
+        ("generate {}/model --prompt a --top-p 1.5", "--top-p: 1.5 is not a number above 0 and at most 1"),
+        ("generate {}/model --prompt a --cache-in {}/nothing", "no cache of this model"),
+        ("generate {}/model --prompt a --cache-out {}/other", "is not empty and holds no cache"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, arguments, message):
+    code, out, err = run(capsys, *arguments.replace("{}", str(folder)).split())
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("modeling-xl")
+    assert err.count("\n") == 1
+    assert not (folder / "new").exists()
+
+
+def test_a_cache_of_another_model_is_refused(capsys, folder, tmp_path):
+    run(capsys, "generate", folder / "model", "--prompt", "a", "--max-new-tokens", 1, "--cache-out", tmp_path / "cache")
+    torch.manual_seed(0)
+    other = XLForCausalLM.from_pretrained(folder / "model").config
+    other.num_hidden_layers = 1
+    XLForCausalLM(other).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    code, _, err = run(capsys, "generate", tmp_path / "model", "--cache-in", tmp_path / "cache")
+    assert code == 2
+    assert "no cache of this model" in err
+
+
+def test_a_failure_is_exit_code_1(capsys, folder, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(XLForCausalLM, "generate", fail)
+    code, _, err = run(capsys, "generate", folder / "model", "--prompt", "a")
+    assert code == 1
+    assert err.splitlines()[-1] == "modeling-xl generate: failed: RuntimeError: out of memory"
