@@ -1,5 +1,5 @@
-"""Does the state grow with the text? Feeds one stream of 200,000 tokens and prints, at 10,000 tokens and at the end, the bytes of
-the cache, the peak memory of the process and the time of the last 10,000 tokens.
+"""Does the state grow with the text? Feeds one stream of 200,000 tokens and prints, at 10,000 tokens and at the end, the
+bytes of the cache, the peak memory of the process and the time of the last 10,000 tokens.
 
     python benchmarks/long_stream.py [--tokens 200000] [--position xl] [--memory recurrence] [--call 64]
 

@@ -9,7 +9,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -197,8 +197,15 @@ class XLCache(Cache):
         # Most tokens that can be taken back, and that a next call may still take back.
         self.undoable = 0
 
-    _COUNTERS = ("_lengths", "document_start", "document_id", "has_document_id", "next_position_id", "position_shift")
-    _EMPTY = {"document_start": BEFORE_ALL, "next_position_id": -1}
+    _COUNTERS: ClassVar[tuple[str, ...]] = (
+        "_lengths",
+        "document_start",
+        "document_id",
+        "has_document_id",
+        "next_position_id",
+        "position_shift",
+    )
+    _EMPTY: ClassVar[dict[str, int]] = {"document_start": BEFORE_ALL, "next_position_id": -1}
 
     def start(self, batch_size: int) -> None:
         """Fixes the batch size at the first call."""
@@ -310,9 +317,7 @@ class XLCache(Cache):
                 "back at most the tokens of that call."
             )
         if bool((self._lengths - count < self.document_start).any()):
-            raise ValueError(
-                f"crop({tokens_to_remove}) goes back behind the beginning of a document: take back fewer tokens."
-            )
+            raise ValueError(f"crop({tokens_to_remove}) goes back behind the beginning of a document: take back fewer tokens.")
         for index, state in enumerate(self.states):
             if state is not None and state.rows:
                 self.states[index] = LayerState(state.rows, state.fixed, state.end - count, state.size - count)
@@ -576,7 +581,7 @@ class XLCache(Cache):
         try:
             with safe_open(path, framework="pt") as file:
                 state = json.loads((file.metadata() or {})["cache"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             with open(described, encoding="utf-8") as file:
                 description = json.load(file)
             if description["save_id"] == state["save_id"]:

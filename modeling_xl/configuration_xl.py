@@ -1,7 +1,8 @@
 """`XLConfig`: every size and choice of a model, checked when it is made."""
 
 import math
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -44,7 +45,7 @@ class XLConfig(PreTrainedConfig):
     """
 
     model_type = "xl"
-    keys_to_ignore_at_inference = ["cache", "aux_loss"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "aux_loss"]
 
     vocab_size: int = 259
     hidden_size: int = 512
@@ -136,7 +137,7 @@ class XLConfig(PreTrainedConfig):
         for name in ("segment_len", "attention_window", "clamp_len"):
             if getattr(self, name) is not None:
                 _at_least(self, name, 1)
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
             _refuse(self, "num_key_value_heads", f"must divide num_attention_heads={self.num_attention_heads}")
         for name in ("hidden_dropout", "attention_dropout", "embedding_dropout"):
             if not 0 <= getattr(self, name) < 1:
@@ -189,7 +190,7 @@ class XLConfig(PreTrainedConfig):
     def _validate_clusters(self):
         cutoffs = self.cutoffs
         edges = [0, *cutoffs, self.vocab_size]
-        if any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
+        if any(low >= high for low, high in pairwise(edges)):
             _refuse(self, "cutoffs", f"must rise, from above 0 to below vocab_size={self.vocab_size}")
         if self.div_val > 1 and not cutoffs:
             _refuse(self, "div_val", "needs cutoffs: without them there is one cluster of full width")
@@ -256,10 +257,11 @@ class XLConfig(PreTrainedConfig):
 
     def memory_fingerprint(self) -> dict[str, Any]:
         """The fields a cache depends on."""
-        names = (
-            "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim norm_position position_type "
-            "clamp_len rope_parameters alibi_slopes segment_len attention_window num_sink_tokens initial_memory"
-        ).split()
+        names = [
+            *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "norm_position"),
+            *("position_type", "clamp_len", "rope_parameters", "alibi_slopes"),
+            *("segment_len", "attention_window", "num_sink_tokens", "initial_memory"),
+        ]
         found = {name: getattr(self, name) for name in names}
         for mechanism in dict.fromkeys(self._mechanisms()):
             found |= {name: getattr(self, name) for name in mechanism.config_fields}

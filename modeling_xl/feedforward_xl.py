@@ -43,7 +43,5 @@ class XLFeedForward(nn.Module):
     def forward(self, hidden_states):
         inner = self.up_proj(hidden_states)
         if self.gate_proj is None:
-            inner = self.activation(inner)
-        else:
-            inner = self.activation(self.gate_proj(hidden_states)) * inner
-        return self.down_proj(self.dropout(inner))
+            return self.down_proj(self.dropout(self.activation(inner)))
+        return self.down_proj(self.dropout(self.activation(self.gate_proj(hidden_states)) * inner))

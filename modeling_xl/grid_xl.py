@@ -5,6 +5,7 @@ Legend: B rows of the batch, T columns of the call, t columns of a piece, U kept
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ def plan_call(
     """Lays the packed call over the grid of each row.
 
     counts (B,): real tokens a row. document_ids, position_ids: packed (B, T) integers on the CPU, or None.
-    segment_len: None where a call is one piece. needs_row_lines: whether a piece may not cross the segment line of any row (gradient, or a mechanism that asks for it).
+    segment_len: None where a call is one piece. needs_row_lines: whether a piece may not cross the segment line of any row
+    (gradient, or a mechanism that asks for it).
     """
     before = cache._lengths
     width = int(counts.max())
@@ -166,7 +168,7 @@ def plan_call(
     fresh = before == 0
     pieces = []
     edges = _edges(segment_len, before, counts, width, needs_row_lines)
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         fillers = (stop - counts).clamp(0, stop - start)
         here = encode_positions[:, start:stop]
         pieces.append(

@@ -4,6 +4,9 @@ Adaptive input: Baevski and Auli, ICLR 2019. Adaptive softmax: Grave et al., ICM
 Transformers port (cluster i at column cutoffs[0] + i - 1 of the first softmax).
 """
 
+from itertools import pairwise
+from typing import cast
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -25,17 +28,18 @@ class AdaptiveEmbedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         edges = cluster_edges(config)
-        sizes = [high - low for low, high in zip(edges, edges[1:], strict=False)]
+        sizes = [high - low for low, high in pairwise(edges)]
         widths = [cluster_width(config, cluster) for cluster in range(len(sizes))]
         self.clusters = nn.ModuleList(nn.Embedding(n, width) for n, width in zip(sizes, widths, strict=True))
         self.projections = nn.ModuleList(nn.Linear(width, config.hidden_size, bias=False) for width in widths)
 
     def forward(self, input_ids):
         """(B, T) ids -> (B, T, E)."""
-        weight = self.projections[0].weight
+        weight = cast(nn.Linear, self.projections[0]).weight
         embedded = weight.new_zeros(*input_ids.shape, weight.shape[0])
         first = 0
         for table, projection in zip(self.clusters, self.projections, strict=True):
+            table = cast(nn.Embedding, table)
             inside = (input_ids >= first) & (input_ids < first + table.num_embeddings)
             projected = projection(table(input_ids[inside] - first))
             embedded = embedded.masked_scatter(inside[..., None], projected.to(embedded.dtype))
@@ -59,8 +63,7 @@ class XLHead(nn.Module):
             self.tables = nn.ModuleList([nn.Linear(config.embedding_size, config.vocab_size, bias=bias)])
         else:
             self.tables = nn.ModuleList(
-                nn.Linear(cluster_width(config, i), self.edges[i + 1] - self.edges[i], bias=bias)
-                for i in range(num_clusters)
+                nn.Linear(cluster_width(config, i), self.edges[i + 1] - self.edges[i], bias=bias) for i in range(num_clusters)
             )
         self.projections = nn.ParameterList()
         if config.div_val > 1 or config.embedding_size != config.hidden_size:
@@ -84,12 +87,13 @@ class XLHead(nn.Module):
 
     def _scores(self, hidden_states, cluster: int):
         """Logits over the ids of a cluster; the first one's end with those of the other clusters."""
-        table = self.tables[0] if len(self.tables) == 1 else self.tables[cluster]
-        weight, bias = table.weight, table.bias
+        table = cast(nn.Linear, self.tables[0 if len(self.tables) == 1 else cluster])
+        weight: torch.Tensor = table.weight
+        bias: torch.Tensor | None = table.bias
         if len(self.tables) == 1:
             rows = slice(self.edges[cluster], self.edges[cluster + 1])
             weight, bias = weight[rows], None if bias is None else bias[rows]
-        if cluster == 0 and self.is_adaptive:
+        if cluster == 0 and self.cluster_weight is not None and self.cluster_bias is not None:
             weight = torch.cat([weight, self.cluster_weight])
             zeros = self.cluster_bias.new_zeros(self.edges[1]) if bias is None else bias
             bias = torch.cat([zeros, self.cluster_bias])
@@ -128,7 +132,7 @@ class XLHead(nn.Module):
 
     def resize(self, num_tokens: int) -> None:
         """Gives the last cluster (the only one without cutoffs) as many ids as make `num_tokens` in all."""
-        last = self.tables[-1]
+        last = cast(nn.Linear, self.tables[-1])
         first = 0 if len(self.tables) == 1 else self.edges[-2]
         self.tables[-1] = _resized_linear(last, num_tokens - first)
         self.edges[-1] = num_tokens

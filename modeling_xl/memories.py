@@ -4,6 +4,4 @@ from .memory_base import MemoryMechanism
 from .memory_none import NoMemory
 from .memory_recurrence import Recurrence
 
-MEMORY_MECHANISMS: dict[str, type[MemoryMechanism]] = {
-    mechanism.name: mechanism for mechanism in (NoMemory, Recurrence)
-}
+MEMORY_MECHANISMS: dict[str, type[MemoryMechanism]] = {mechanism.name: mechanism for mechanism in (NoMemory, Recurrence)}

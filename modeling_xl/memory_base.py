@@ -52,7 +52,6 @@ class MemoryMechanism(nn.Module):
         positions: integers (any shape); call_start: position at the start of the call, broadcastable, or None where a
         call may have begun anywhere before. Returns a tensor of the shape of `positions`, or None: everything.
         """
-        return None
 
     @classmethod
     def kept_rows(cls, config, mem_len: int) -> float:

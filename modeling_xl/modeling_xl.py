@@ -3,20 +3,18 @@
 Legend: B batch, T columns of a call, E hidden size, V vocabulary, N layers.
 """
 
-import copy
-import functools
 import math
 from typing import ClassVar
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple, logging
 
 from .cache_xl import XLCache
 from .configuration_xl import XLConfig
 from .feedforward_xl import make_norm
+from .generation_xl import XLGenerationMixin, accepts_cache_aliases, check_cache
 from .grid_xl import Packing, plan_call
 from .head_xl import XLHead, make_embedding, make_head, resized_embedding, tied_weights
 from .layer_xl import XLDecoderLayer
@@ -26,39 +24,8 @@ from .positions import POSITION_SCHEMES
 
 logger = logging.get_logger(__name__)
 
-CACHE_ALIASES = ("past_key_values", "mems")
 # How far back a recording cache can go at least; candidates of assisted decoding are fewer.
 LEAST_UNDO = 64
-
-
-def _take_aliases(kwargs: dict) -> dict:
-    """Moves a cache given under an older name to `cache`."""
-    for alias in CACHE_ALIASES:
-        given = kwargs.pop(alias, None)
-        if given is not None:
-            if kwargs.get("cache") is not None:
-                raise ValueError(f"Both cache and {alias} were given; they are one argument, give it as cache.")
-            kwargs["cache"] = given
-    return kwargs
-
-
-def accepts_cache_aliases(forward):
-    """Lets a forward method take its cache as `past_key_values` or `mems` too."""
-
-    @functools.wraps(forward)
-    def wrapper(self, *args, **kwargs):
-        return forward(self, *args, **_take_aliases(kwargs))
-
-    return wrapper
-
-
-def _check_cache(cache, config) -> None:
-    if not isinstance(cache, XLCache):
-        raise TypeError(
-            f"cache is a {type(cache).__name__}, which cannot hold this model's memory; pass an XLCache(model.config), or "
-            "nothing: the model makes one."
-        )
-    cache.check_config(config)
 
 
 class XLPreTrainedModel(PreTrainedModel):
@@ -123,8 +90,9 @@ class XLModel(XLPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = make_embedding(config)
         self.embed_proj = None
-        if config.div_val == 1 and config.embedding_size != config.hidden_size:
-            self.embed_proj = nn.Linear(config.embedding_size, config.hidden_size, bias=False)
+        embedding_size = config.embedding_size or config.hidden_size
+        if config.div_val == 1 and embedding_size != config.hidden_size:
+            self.embed_proj = nn.Linear(embedding_size, config.hidden_size, bias=False)
         self.embed_norm = make_norm(config) if config.embedding_norm else None
         self.embed_dropout = nn.Dropout(config.embedding_dropout)
         self.shared_position = POSITION_SCHEMES[config.position_type].shared_module(config)
@@ -174,7 +142,7 @@ class XLModel(XLPreTrainedModel):
         """
         inputs, real = self._check_inputs(input_ids, attention_mask, inputs_embeds)
         if cache is not None:
-            _check_cache(cache, self.config)
+            check_cache(cache, self.config)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         output_hidden_states = self._setting("output_hidden_states", output_hidden_states)
         output_attentions = self._setting("output_attentions", output_attentions)
@@ -188,10 +156,9 @@ class XLModel(XLPreTrainedModel):
         self._fix_form(work)
         work.start(batch)
         packing = Packing(real)
+        inputs = packing.pack(inputs)
         if inputs_embeds is None:
-            inputs = self.embed(packing.pack(inputs))
-        else:
-            inputs = packing.pack(inputs)
+            inputs = self.embed(inputs)
         if self.embed_norm is not None:
             inputs = self.embed_norm(inputs)
         hidden_states = self.embed_dropout(inputs)
@@ -347,7 +314,7 @@ class XLModel(XLPreTrainedModel):
 
     def _join_weights(self, weights, pieces, packing: Packing):
         """N tensors (B, H, T, K): sinks, rows attended at the call's start, the call's columns."""
-        joined = []
+        joined: list[torch.Tensor | None] = []
         for layer in weights:
             if any(part is None for part in layer) or not layer:
                 joined.append(None)
@@ -383,7 +350,7 @@ def next_token_targets(labels, attention_mask, ignore_index: int):
     return packing.unpack(packed).masked_fill(~real, ignore_index)
 
 
-class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
+class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
     """The language model: logits over the next token, loss, and `generate` with bounded memory."""
 
     def __init__(self, config: XLConfig):
@@ -438,18 +405,18 @@ class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         loss = logits = None
-        is_adaptive = isinstance(self.lm_head, XLHead) and self.lm_head.is_adaptive
-        targets = shift_labels
+        head = self.lm_head
+        targets: torch.Tensor | None = shift_labels
         if targets is None and labels is not None:
             targets = next_token_targets(labels, attention_mask, ignore_index)
         elif targets is not None and attention_mask is not None:
             targets = targets.masked_fill(~attention_mask[:, -targets.shape[1] :].bool(), ignore_index)
-        if targets is not None and is_adaptive:
+        if targets is not None and isinstance(head, XLHead) and head.is_adaptive:
             chosen = targets != ignore_index
-            losses = self.lm_head.negative_log_likelihood(hidden_states[chosen], targets[chosen])
+            losses = head.negative_log_likelihood(hidden_states[chosen], targets[chosen])
             loss = losses.sum() / _num_items(chosen, num_items_in_batch)
         elif targets is not None:
-            logits = self.lm_head(hidden_states)
+            logits = head(hidden_states)
             raised = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
             summed = nn.functional.cross_entropy(raised, targets.flatten(), ignore_index=ignore_index, reduction="sum")
             loss = summed / _num_items(targets != ignore_index, num_items_in_batch)
@@ -457,7 +424,7 @@ class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
         if logits is not None:
             logits = logits[:, keep]
         elif loss is None or not self.training:
-            logits = self.lm_head(hidden_states[:, keep])
+            logits = head(hidden_states[:, keep])
         return XLCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -466,118 +433,6 @@ class XLForCausalLM(XLPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             aux_loss=outputs.aux_loss,
         )
-
-    def generate(self, inputs=None, *args, new_tokens_only: bool = False, **kwargs):
-        """`GenerationMixin.generate` with this model's memory.
-
-        cache: an `XLCache` to continue from, also as past_key_values or mems. By Transformers' rule `inputs` then holds the
-        whole text, or new ids with a mask that covers seen and new columns. new_tokens_only: `inputs` holds the new ids
-        alone, and a mask, if given, covers just them: the form for streams and sessions.
-        """
-        kwargs = _take_aliases(kwargs)
-        cache = kwargs.get("cache")
-        if cache is not None:
-            _check_cache(cache, self.config)
-        ids = inputs if inputs is not None else kwargs.get("input_ids")
-        mask = kwargs.get("attention_mask")
-        if cache is not None and cache.get_seq_length():
-            if new_tokens_only:
-                if ids is None:
-                    raise ValueError("new_tokens_only=True needs the new token ids as input_ids.")
-                mask = torch.ones_like(ids) if mask is None else mask
-                if mask.shape != ids.shape:
-                    raise ValueError(
-                        f"attention_mask has shape {tuple(mask.shape)}; with new_tokens_only=True it must cover the new ids "
-                        f"alone, {tuple(ids.shape)}."
-                    )
-                # Transformers tells new ids from a whole text by a mask that is longer than they are.
-                kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
-            elif ids is not None and (mask is None or mask.shape[1] == ids.shape[1]):
-                kwargs["seen_columns"] = cache.get_seq_length()
-        recorded = cache is not None and cache.record_past
-        try:
-            return super().generate(inputs, *args, **kwargs)
-        finally:
-            if cache is not None:
-                cache.record_past = recorded  # assisted decoding asks for rows that later calls need not keep
-
-    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        return None  # the cache counts real tokens itself; ids that begin at 0 again would begin a document
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids,
-        next_sequence_length=None,
-        cache=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        is_first_iteration=False,
-        document_ids=None,
-        seen_columns=None,
-        **kwargs,
-    ):
-        if seen_columns and is_first_iteration and next_sequence_length is None:
-            next_sequence_length = input_ids.shape[1] - seen_columns
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            cache=cache,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        if document_ids is not None:
-            fed = 0 if cache is None else cache.get_seq_length()
-            given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            length = given.shape[1]
-            if fed + length <= document_ids.shape[1]:
-                inputs["document_ids"] = document_ids[:, fed : fed + length]
-            elif fed < document_ids.shape[1]:
-                more = document_ids[:, -1:].expand(-1, fed + length - document_ids.shape[1])
-                inputs["document_ids"] = torch.cat([document_ids[:, fed:], more], 1)  # what is generated goes on with it
-        return inputs
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
-        cache = model_kwargs.get("cache")
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={implementation!r} names a cache that cannot hold this model's memory; leave it out, "
-                "or pass cache=XLCache(model.config)."
-            )
-        if generation_config.use_cache is False:
-            if cache is not None:
-                raise ValueError("use_cache=False does not go with a cache to continue from; leave one of them out.")
-            return
-        # Assisted decoding alone does not ask which columns a cache has seen; the others must not be told twice.
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if not is_assisted:
-            model_kwargs.pop("seen_columns", None)
-        elif not self.config.can_roll_back:
-            raise ValueError(
-                f"Assisted and prompt-lookup decoding take tokens back, and this memory cannot: {self.config.why_no_roll_back}"
-            )
-        elif cache is not None and model_kwargs.get("attention_mask") is not None and not model_kwargs.get("seen_columns"):
-            raise ValueError(
-                "Assisted and prompt-lookup decoding of new ids after a cache take no padding; leave the pads out."
-            )
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        if cache is None:
-            cache = XLCache(self.config)
-        elif cache.batch_size not in (-1, rows):
-            if rows % cache.batch_size:
-                raise ValueError(
-                    f"The cache holds {cache.batch_size} rows, but generation runs {rows} (prompts times beams or returned "
-                    "sequences), which is no multiple; take rows with cache.select(...)."
-                )
-            cache = copy.deepcopy(cache)  # the caller's stays as it was
-            cache.batch_repeat_interleave(rows // cache.batch_size)
-        elif isinstance(cache, Cache):
-            cache._is_user_defined = True
-        model_kwargs["cache"] = cache
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
 
 
 def _num_items(chosen, num_items_in_batch):
@@ -599,9 +454,7 @@ class XLForSequenceClassification(XLPreTrainedModel):
 
     @accepts_cache_aliases
     @can_return_tuple
-    def forward(
-        self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs
-    ) -> XLClassifierOutput:
+    def forward(self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs) -> XLClassifierOutput:
         """labels (B,): classes, or numbers for regression. The last real token is found by the mask; without one, and
         with a pad_token_id, it is the last id that is not padding."""
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)

@@ -6,6 +6,7 @@ writes distances as key - query: the sign is flipped here and nowhere else.
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import nn
@@ -75,5 +76,5 @@ class T5Position(PositionScheme):
         if known is None or known[0] is not distances:
             known = (distances, relative_bucket(distances, self.num_buckets, self.max_distance))
             context.tables[key] = known
-        table = context.shared.table  # type: ignore[union-attr]
+        table = cast(T5Table, context.shared).table
         return DistanceBias(None, table[known[1]].transpose(0, 1))  # (H, K)

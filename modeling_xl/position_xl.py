@@ -44,7 +44,7 @@ class XLPosition(PositionScheme):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.clamp_len = config.clamp_len
+        self.config = config
         self.r_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
         self.dropout = nn.Dropout(config.hidden_dropout)  # the authors' code drops parts of r_d as it does of inputs
         self.biases = XLBiases(config) if config.untie_r else None
@@ -84,8 +84,8 @@ class XLPosition(PositionScheme):
         return table[:, table.shape[1] - count :]
 
     def _project(self, distances, context: PositionContext) -> torch.Tensor:
-        if self.clamp_len is not None:
-            distances = distances.clamp(max=self.clamp_len)
+        if self.config.clamp_len is not None:
+            distances = distances.clamp(max=self.config.clamp_len)
         weight = self.r_proj.weight
         key = ("xl", distances.shape[0], weight.dtype)
         known = context.tables.get(key)

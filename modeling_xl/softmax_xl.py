@@ -65,9 +65,9 @@ def scaled_scores(query: torch.Tensor, key: torch.Tensor, scaling: float) -> tor
 def plain_attention(query, key, value, bias, mask, scaling: float, dropout: float = 0.0, sinks=None):
     """The reference: every score at once, in float32 at least. Any gradient, dropout, and the weights.
 
-    bias: (B or 1, H, Q, K) or None. mask: (B or 1, 1, Q, K), true where visible, or None: all. sinks: (logits (B, H, Q, s), values
-    (B, heads, s, D)) or None. Returns output (B, H, Q, D) and weights (B, H, Q, s + K). A query that sees nothing gets
-    zeros.
+    bias: (B or 1, H, Q, K) or None. mask: (B or 1, 1, Q, K), true where visible, or None: all. sinks: (logits
+    (B, H, Q, s), values (B, heads, s, D)) or None. Returns output (B, H, Q, D) and weights (B, H, Q, s + K). A query that
+    sees nothing gets zeros.
     """
     scores = scaled_scores(query, key, scaling)
     if bias is not None:
@@ -166,7 +166,7 @@ class BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, position_query, table, mask, scaling, dropout, seed):
-        batch, heads, num_queries, size_of_head = query.shape
+        batch, heads, num_queries, _ = query.shape
         num_keys = key.shape[2]
         by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
         kernel = _CPU_KERNEL if query.device.type == "cpu" and not dropout else None
@@ -178,7 +178,7 @@ class BiasedAttention(torch.autograd.Function):
         for start in range(0, num_queries, BLOCK):
             stop = min(start + BLOCK, num_queries)
             size = num_keys - num_queries + stop
-            buffer, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
+            _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
             _hide(view, mask, start, stop, size)
             queries, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
             if kernel is not None:
@@ -245,7 +245,7 @@ class BiasedAttention(torch.autograd.Function):
             if length > 1:
                 buffer[..., : length - 1].masked_fill_(_unread(length, buffer.device), 0.0)
             by_distance = buffer[..., :size]
-            if position is None:
+            if position is None or grad_position is None:
                 grad_table[:, first:] += by_distance.sum((1, 2))
             else:
                 by_distance = by_distance.reshape(heads, batch * length, size)

@@ -124,7 +124,9 @@ def test_documents_see_themselves_only(memory, setting, position):
     generator = torch.Generator().manual_seed(11)
     ids = ids_for(model, 2, 40)
     documents = torch.tensor([[0] * 6 + [1] * 19 + [5] * 2 + [1] * 13, [3] * 11 + [4] + [3] * 28])
-    restarts = torch.stack([torch.cat([torch.arange(int(n)) for n in row.unique_consecutive(return_counts=True)[1]]) for row in documents])
+    restarts = torch.stack(
+        [torch.cat([torch.arange(int(n)) for n in row.unique_consecutive(return_counts=True)[1]]) for row in documents]
+    )
     for form in (True, False):
         with torch.set_grad_enabled(form):
             for parts in ([40], random_splits(40, 8, generator)):

@@ -163,7 +163,7 @@ def test_rotation_far_away_is_that_at_the_start():
 
 def test_unknown_attention_function_is_named():
     model = tiny_model()
-    with pytest.raises((ValueError, KeyError, ImportError), match="flash|nonsense"):
+    with pytest.raises((ValueError, KeyError, ImportError), match="nonsense"):
         model.set_attn_implementation("nonsense")
     with pytest.raises((ValueError, ImportError), match=r"(?i)flash"):
         model.set_attn_implementation("flash_attention_2")
@@ -181,7 +181,7 @@ def test_flex_attention(position):
     with torch.no_grad():
         assert biggest(eager(ids, attention_mask=mask).logits, flex(ids, attention_mask=mask).logits) < 1e-4
     losses = [model(ids, attention_mask=mask, labels=ids).loss for model in (eager, flex)]
-    for model, loss in zip((eager, flex), losses, strict=True):
+    for loss in losses:
         loss.backward()
     for a, b in zip(eager.parameters(), flex.parameters(), strict=True):
         assert biggest(a.grad, b.grad) < 1e-4

@@ -143,7 +143,7 @@ def test_damaged_files_are_refused_and_nothing_is_lost(tmp_path):
     with pytest.raises(ValueError, match="format_version 2"):
         load()
     described.unlink()
-    with pytest.raises(FileNotFoundError, match="cache.json"):
+    with pytest.raises(FileNotFoundError, match=r"cache\.json"):
         load()
     # A process killed between the two renames leaves new tensors beside an old description: the newer state loads.
     described.write_text(description)
@@ -156,7 +156,7 @@ def test_damaged_files_are_refused_and_nothing_is_lost(tmp_path):
     tensors = load_file(path)
     metadata = {"cache": json.dumps({**json.loads(description), "save_id": "x"})}
     save_file({name: t for name, t in tensors.items() if "layers.1" not in name}, path, metadata=metadata)
-    with pytest.raises(ValueError, match="damaged|incomplete"):
+    with pytest.raises(ValueError, match=r"damaged|incomplete"):
         load()
 
 
@@ -170,17 +170,15 @@ def test_a_failed_call_leaves_the_cache_as_it_was(model):
         def fail(*args):
             nonlocal count
             count += 1
-            if count == 2 or model.config.segment_len is None:
+            if count == pieces:
                 raise RuntimeError("broken")
 
+        # In the middle of a call where it has several pieces: by then earlier pieces have written to the buffers.
+        pieces = 2 if "recurrence" in model.config.layer_memory_types and model.config.segment_len else 1
         handle = broken.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="broken"):
             model(ids[:, :30], cache=cache)
-            model(ids[:, 30:35], cache=cache)
-            model(ids[:, 30:35], cache=cache)
         handle.remove()
-        if count == 2 and model.config.memory_type == "none":
-            return  # one piece a call: the first call had succeeded
         assert torch.equal(model(ids[:, 20:31], cache=cache).logits, model(ids[:, 20:31], cache=untouched).logits)
 
 

@@ -78,9 +78,7 @@ def test_train_reports_and_saves(capsys, folder, tmp_path):
 
 class TestEvaluate:
     def test_result_names_its_settings(self, capsys, folder):
-        code, out, _ = run(
-            capsys, "evaluate", folder / "model", folder / "held_out.txt", "--clamp-len", 9, "--window", 7
-        )
+        code, out, _ = run(capsys, "evaluate", folder / "model", folder / "held_out.txt", "--clamp-len", 9, "--window", 7)
         assert code == 0
         assert "bits per byte, perplexity" in out
         assert "(999 tokens, 999 bytes" in out
@@ -132,9 +130,7 @@ class TestGenerate:
         model = folder / "model"
         start = ["generate", model, "--prompt", self.prompt, "--max-new-tokens", 9]
         _, said, _ = run(capsys, *start, "--cache-out", tmp_path / "cache")
-        _, whole, _ = run(
-            capsys, "generate", model, "--prompt", self.prompt + said + " Speak!\n", "--max-new-tokens", 20
-        )
+        _, whole, _ = run(capsys, "generate", model, "--prompt", self.prompt + said + " Speak!\n", "--max-new-tokens", 20)
         code, out, _ = run(
             capsys, "generate", model, "--cache-in", tmp_path / "cache", "--prompt", " Speak!\n", "--max-new-tokens", 20
         )

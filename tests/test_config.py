@@ -80,9 +80,7 @@ def test_wrong_types_name_the_field(wrong):
 
 
 @pytest.mark.parametrize("position", POSITION_SCHEMES)
-@pytest.mark.parametrize(
-    "memory", [*MEMORY_MECHANISMS, ["none", "recurrence", "none"]], ids=[*MEMORY_MECHANISMS, "mixture"]
-)
+@pytest.mark.parametrize("memory", [*MEMORY_MECHANISMS, ["none", "recurrence", "none"]], ids=[*MEMORY_MECHANISMS, "mixture"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_round_trip(memory, position, tied, tmp_path):
     """Every field, every weight and the logits after save and load through the Auto classes."""

@@ -228,7 +228,9 @@ def test_training_call_inside_a_segment_warns_once(caplog):
     logging.set_verbosity_warning()
     logging.enable_propagation()
     model = tiny_model().train()
-    logging.get_logger("transformers").warning_once.cache_clear() if hasattr(logging.get_logger().warning_once, "cache_clear") else None
+    logging.get_logger("transformers").warning_once.cache_clear() if hasattr(
+        logging.get_logger().warning_once, "cache_clear"
+    ) else None
     ids = ids_for(model, 1, 8)
     with caplog.at_level("WARNING"):
         cache = model(ids[:, :5]).cache

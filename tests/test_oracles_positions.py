@@ -48,9 +48,7 @@ def part(prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): v for name, v in golden(CASE).items() if name.startswith(prefix)}
 
 
-def make_attention(
-    position_type, heads, head_dim, hidden_size=8, implementation="eager", dtype=torch.float64, **fields
-):
+def make_attention(position_type, heads, head_dim, hidden_size=8, implementation="eager", dtype=torch.float64, **fields):
     """An `XLAttention` (its `position` is the scheme), and the context that a model would hand to it."""
     config = XLConfig(
         position_type=position_type,

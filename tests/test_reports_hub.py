@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
-from report_helpers import EXACT, HEADS, MEMORIES, SCHEMES, every_head, greedy, ids_for, make, make_other, off
+from report_helpers import CLOSE, EXACT, HEADS, MEMORIES, SCHEMES, every_head, greedy, ids_for, make, make_other, off
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, pipeline
 
@@ -31,9 +32,7 @@ every_class = pytest.mark.parametrize("class_name", AUTO)
 
 # What is saved by a process that has the package, and loaded by one that has not.
 BUNDLES = {f"{scheme}-recurrence": ("XLForCausalLM", {"position_type": scheme}) for scheme in SCHEMES}
-BUNDLES |= {
-    f"rope-{memory}": ("XLForCausalLM", {"position_type": "rope", "memory_type": memory}) for memory in MEMORIES
-}
+BUNDLES |= {f"rope-{memory}": ("XLForCausalLM", {"position_type": "rope", "memory_type": memory}) for memory in MEMORIES}
 BUNDLES |= {name: (name, {}) for name in AUTO if name != "XLForCausalLM"}
 BUNDLES |= {"adaptive": ("XLForCausalLM", HEADS["adaptive_untied"])}
 IMPORTABLE = {"torch", "transformers", "huggingface_hub", "safetensors", *sys.stdlib_module_names}
@@ -176,9 +175,7 @@ class TestWeights:
         ids = ids_for(model, 2, 13)
         assert off(again(ids).logits, model(ids).logits) == 0
         for loaded in (model, again):
-            sources = [
-                part.weight for part in loaded.model.embed_tokens.modules() if isinstance(part, torch.nn.Embedding)
-            ]
+            sources = [part.weight for part in loaded.model.embed_tokens.modules() if isinstance(part, torch.nn.Embedding)]
             targets = [part.weight for part in loaded.lm_head.modules() if hasattr(part, "weight")]
             for source, target in zip(sources, targets, strict=True):
                 assert (source is target) == loaded.config.tie_word_embeddings
@@ -241,6 +238,19 @@ class TestWeights:
         assert off(empty.eval()(ids).logits, expected) == 0
         # Were anything of the positions rounded to bfloat16, float32 arithmetic on the same weights would show it.
         assert off(loaded.float()(ids).logits, make(scheme, dtype=torch.bfloat16).float()(ids).logits) == 0
+
+    @pytest.mark.parametrize("head", ["dense", "adaptive"])
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    def test_offloaded_weights(self, scheme, head):
+        """beside the reports: weights that Accelerate holds elsewhere between calls of their module are all found."""
+        model = make(scheme, dtype=torch.float32, **HEADS[head])
+        ids = ids_for(model, 2, 17)
+        expected = model(ids).logits
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        with torch.no_grad():
+            assert off(model(ids).logits, expected) < CLOSE
+            cache = model(ids[:, :9], cache=XLCache(model.config, form="hidden")).cache
+            assert off(model(ids[:, 9:], cache=cache).logits, expected[:, 9:]) < CLOSE
 
     @every_class
     def test_attention_backends_are_not_promised(self, class_name):

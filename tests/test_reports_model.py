@@ -455,9 +455,7 @@ class TestPositions:
         model = show_bias_only(make("t5", "none", attn_implementation="eager"))
         weights = model(ids_for(model, 1, 200), output_attentions=True).attentions[0][0, :, -1].log()
         distances = torch.arange(199, -1, -1)
-        bucket = T5Attention._relative_position_bucket(
-            -distances, bidirectional=False, num_buckets=32, max_distance=128
-        )
+        bucket = T5Attention._relative_position_bucket(-distances, bidirectional=False, num_buckets=32, max_distance=128)
         bias = model.model.shared_position.table[bucket].T
         assert off(weights - weights[:, -1:], bias - bias[:, -1:]) < EXACT
 
@@ -492,9 +490,7 @@ class TestPositions:
     @every_pair
     def test_flex_attention(self, scheme, memory):
         """report E13, E15: flex gives eager's numbers, and trains its bias or falls back: gradients are eager's."""
-        models = [
-            make(scheme, memory, dtype=torch.float32, attn_implementation=name) for name in ("eager", "flex_attention")
-        ]
+        models = [make(scheme, memory, dtype=torch.float32, attn_implementation=name) for name in ("eager", "flex_attention")]
         filled, mask = padded(ids_for(models[0], 2, 20), [20, 9], "left")
         with torch.no_grad():
             assert off(*(model(filled, mask).logits for model in models)) < 1e-4
@@ -522,9 +518,9 @@ class TestPositions:
         found = [scheme.encode(states, states, *[torch.arange(5)[None] + start] * 2, context)[0] for start in (0, 64)]
         assert off(*found) > 0.1
         single = [
-            scheme.encode(
-                states[:, :, i : i + 1], states, torch.tensor([[64 + i]]), torch.arange(5)[None], PositionContext()
-            )[0]
+            scheme.encode(states[:, :, i : i + 1], states, torch.tensor([[64 + i]]), torch.arange(5)[None], PositionContext())[
+                0
+            ]
             for i in range(5)
         ]
         assert off(found[1], torch.cat(single, 2)) == 0

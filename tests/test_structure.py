@@ -15,7 +15,7 @@ PACKAGE = Path(modeling_xl.__file__).parent
 # From left to right; a file imports files of later groups, or of its own where the group says so.
 ORDER = [
     {"modeling_xl"},
-    {"configuration_xl", "grid_xl", "head_xl", "layer_xl"},
+    {"configuration_xl", "generation_xl", "grid_xl", "head_xl", "layer_xl"},
     {"attention_xl", "feedforward_xl"},
     {"positions", "memories", "softmax_xl"},
     {"position_*", "memory_*"},

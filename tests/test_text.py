@@ -49,9 +49,7 @@ def subword_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False)
     tokenizer.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
@@ -200,9 +198,7 @@ class TestEvaluate:
         model = make_model(memory_type="none")
         with torch.no_grad():
             losses = [
-                F.cross_entropy(
-                    model(tokens[None, i : i + 8][:, : 199 - i]).logits[0], tokens[i + 1 : i + 9], reduction="sum"
-                )
+                F.cross_entropy(model(tokens[None, i : i + 8][:, : 199 - i]).logits[0], tokens[i + 1 : i + 9], reduction="sum")
                 for i in range(0, 199, 8)
             ]
         result = evaluate(model, tokens)
@@ -213,9 +209,7 @@ class TestEvaluate:
         model = make_model(segment_len=None)
         with pytest.raises(InputError, match="segment_len=None"):
             evaluate(model, tokens)
-        assert evaluate(model, tokens, segment_len=8).loss == pytest.approx(
-            evaluate(make_model(), tokens).loss, abs=1e-6
-        )
+        assert evaluate(model, tokens, segment_len=8).loss == pytest.approx(evaluate(make_model(), tokens).loss, abs=1e-6)
 
     def test_subwords_are_measured_in_bytes(self, subword_tokenizer):
         ids = encode(TEXT, subword_tokenizer)
@@ -264,9 +258,7 @@ class TestTrain:
     def test_gradient_reaches_as_far_as_the_config_says(self, tokens):
         model = make_model(bptt_segments=2)
         widths = []
-        model.register_forward_pre_hook(
-            lambda _, __, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-        )
+        model.register_forward_pre_hook(lambda _, __, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
         train(model, tokens, TrainingSettings(max_steps=2, batch_size=4))
         assert widths == [24, 24]
 

@@ -1,0 +1,45 @@
+# Every target makes the virtual environment it needs, once. Python 3.10 or newer and pip are all that must be there.
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+# Nothing here needs a network after set-up, so nothing may wait for one.
+export HF_HUB_OFFLINE := 1
+export HF_DATASETS_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-slow lint types format clean
+
+demo: $(READY)
+	$(BIN)/python -m modeling_xl.demo --output-dir demo_output
+
+# One thread a worker: workers that share the cores would wait for each other.
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) $(ARGS)
+
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(JOBS) $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch alone and first: a wider request may choose another build of it, with gigabytes of CUDA libraries.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,dev,bench]"
+	touch $@

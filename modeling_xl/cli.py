@@ -1,0 +1,344 @@
+"""The command `modeling-xl`: `train`, `evaluate` and `generate`.
+
+Bad input ends with exit code 2 and one line on stderr, a failure with 1.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+PENDING_FILE = "pending.json"  # beside a saved cache: ids that the model produced and has not read yet
+PROMPT_CHUNK = 4096  # tokens of a prompt read in one call
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _number(kind: Callable[[str], Any], low: float, high: float = float("inf"), *, above: bool = False) -> Any:
+    """An argparse type: a number of `kind` in [low, high], or (low, high] with `above`."""
+
+    def parse(text: str) -> Any:
+        word = "an integer" if kind is int else "a number"
+        rule = f"{word} {'above' if above else 'of at least'} {low}" + (f" and at most {high}" if high < 1e300 else "")
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {word}") from None
+        if not low <= value <= high or (above and value == low):
+            raise argparse.ArgumentTypeError(f"{text} is not {rule}")
+        return value
+
+    return parse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    count, count_or_0 = _number(int, 1), _number(int, 0)
+    positive, at_least_0 = _number(float, 0, above=True), _number(float, 0)
+    parser = _Parser(
+        prog="modeling-xl", description="Train, evaluate and run language models with segment memory (modeling_xl)."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a model from scratch on text files",
+        description="Trains a model with fresh weights on text files, carrying its memory along contiguous streams, "
+        "and saves model, tokenizer and generation config. Settings not given come from the training.json beside the "
+        "config.",
+    )
+    train.set_defaults(run=_train)
+    train.add_argument("config", metavar="CONFIG", help="folder with a config.json, JSON file, or published name")
+    train.add_argument("--train-file", nargs="+", required=True, metavar="FILE", help="UTF-8 text, read in this order")
+    train.add_argument("--output-dir", required=True, metavar="DIR", help="where the model goes; must be new or empty")
+    train.add_argument("--overwrite", action="store_true", help="replace the files of a model in the folder")
+    train.add_argument("--eval-file", nargs="+", metavar="FILE", help="UTF-8 text to evaluate on at the end")
+    train.add_argument(
+        "--eval-fraction",
+        type=_number(float, 0, 0.5),
+        default=0.05,
+        metavar="X",
+        help="without --eval-file: hold out the last part of the training text (default 0.05; 0: no evaluation)",
+    )
+    train.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer (default: bytes)")
+    train.add_argument("--max-steps", type=count, metavar="N", help="steps (default: one pass over the text)")
+    train.add_argument("--max-bytes", type=count, metavar="N", help="stop after this much text")
+    train.add_argument("--batch-size", type=count, metavar="B", help="parallel streams a process")
+    train.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment, instead of the config's")
+    train.add_argument("--mem-len", type=count_or_0, metavar="M", help="tokens of memory, instead of the config's")
+    train.add_argument("--learning-rate", type=positive, metavar="X", help="peak of the cosine schedule")
+    train.add_argument("--warmup-steps", type=count_or_0, metavar="N", help="steps of linear warm-up")
+    train.add_argument("--weight-decay", type=at_least_0, metavar="X", help="AdamW's, on matrices only")
+    train.add_argument("--max-grad-norm", type=positive, metavar="X", help="clip the gradient's norm")
+    train.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="number format of the forward pass")
+    train.add_argument("--seed", type=count_or_0, metavar="N", help="of the weights and dropout")
+
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="bits per byte and perplexity of text files under a model",
+        description="Scores every token but the first of the files, joined in the given order, with memory carried "
+        "along. Settings not given are the model's own.",
+    )
+    evaluate.set_defaults(run=_evaluate)
+    evaluate.add_argument("model", metavar="MODEL", help="folder of a model")
+    evaluate.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text")
+    evaluate.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment")
+    evaluate.add_argument("--mem-len", type=count_or_0, nargs="+", metavar="M", help="tokens of memory; several compare")
+    evaluate.add_argument("--clamp-len", type=count, metavar="N", help="largest distance told apart (xl)")
+    evaluate.add_argument("--window", type=count, metavar="W", help="keys a query sees at most, its own included")
+    evaluate.add_argument(
+        "--streams",
+        type=count,
+        default=1,
+        metavar="S",
+        help="cut the text into S parts, each from an empty memory: faster, slightly worse (default 1)",
+    )
+    evaluate.add_argument("--batch-size", type=count, metavar="B", help="streams run at once; no effect on the result")
+    evaluate.add_argument("--json", action="store_true", help="print a JSON list, one object a memory length")
+    evaluate.add_argument("--plot", metavar="PNG", help="draw bits per byte against memory length")
+
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text",
+        description="Prints the continuation of a text as it comes: greedy, or sampled when --temperature, --top-k or "
+        "--top-p is given. A cache written with --cache-out holds all that was read and printed; a greedy run that "
+        "goes on from it gives the same text as one long run.",
+    )
+    generate.set_defaults(run=_generate)
+    generate.add_argument("model", metavar="MODEL", help="folder of a model")
+    prompt = generate.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; with --cache-in, what comes next in it")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a UTF-8 file")
+    generate.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="default 200")
+    generate.add_argument("--cache-in", metavar="DIR", help="go on from this cache")
+    generate.add_argument("--cache-out", metavar="DIR", help="save the cache here at the end")
+    generate.add_argument("--temperature", type=at_least_0, metavar="X", help="0: greedy")
+    generate.add_argument("--top-k", type=count, metavar="K", help="sample from the K likeliest tokens")
+    generate.add_argument("--top-p", type=_number(float, 0, 1, above=True), metavar="P", help="sample from the likeliest P")
+    generate.add_argument("--seed", type=count_or_0, default=0, metavar="N", help="of the sampling (default 0)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    from transformers.utils import logging
+
+    from .data import InputError
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        args.run(args)
+        return 0
+    except InputError as error:
+        print(f"modeling-xl {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"modeling-xl {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        print(f"modeling-xl {args.command}: failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+@contextlib.contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Errors of a library about what the user named become input errors that name it."""
+    from .data import InputError
+
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, OSError, TypeError, KeyError) as error:
+        raise InputError.about(what, error) from error
+
+
+def _load_tokenizer(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    with _blaming(f"{source}: no tokenizer could be loaded (`ByT5Tokenizer(extra_ids=0).save_pretrained` makes one)"):
+        return AutoTokenizer.from_pretrained(source)
+
+
+def _load_model(source: str) -> tuple[Any, Any]:
+    """The model, in eval mode on the best device there is, and its tokenizer."""
+    from accelerate import PartialState
+    from transformers import PreTrainedConfig
+
+    from .data import InputError
+    from .modeling_xl import XLForCausalLM
+
+    with _blaming(f"{source}: no model could be loaded"):
+        model_type = PreTrainedConfig.get_config_dict(source)[0].get("model_type")
+        if model_type != XLForCausalLM.config_class.model_type:
+            raise InputError(f"{source}: is a model of type {model_type!r}; this command runs models of type 'xl'")
+        model = XLForCausalLM.from_pretrained(source).to(PartialState().device).eval()
+    tokenizer = _load_tokenizer(source)
+    if len(tokenizer) > model.config.vocab_size:
+        raise InputError(
+            f"{source}: the tokenizer has {len(tokenizer)} ids and the model {model.config.vocab_size}; "
+            "save the tokenizer that the model was trained with beside it"
+        )
+    return model, tokenizer
+
+
+def _train(args: argparse.Namespace) -> None:
+    from dataclasses import fields
+
+    from accelerate import PartialState
+
+    from .data import InputError, byte_tokenizer, encode, read_text, split_text
+    from .evaluate import evaluate
+    from .train import TrainingSettings, check_output_dir, load_config, new_model, save, train, training_settings
+
+    check_output_dir(args.output_dir, args.overwrite)
+    config, stored = load_config(args.config, segment_len=args.segment_len, mem_len=args.mem_len)
+    given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
+    settings = training_settings(stored, **given)
+    tokenizer = _load_tokenizer(args.tokenizer) if args.tokenizer else byte_tokenizer()
+    text = read_text(args.train_file)
+    if args.eval_file:
+        held_out = read_text(args.eval_file)
+    else:
+        text, held_out = split_text(text, args.eval_fraction)
+    tokens, held_out_tokens = encode(text, tokenizer), encode(held_out, tokenizer)
+    if args.eval_file and len(held_out_tokens) < 2:
+        raise InputError(f"{', '.join(args.eval_file)}: too short to evaluate on; give 2 tokens at least")
+
+    model = new_model(config, tokenizer, settings.seed)
+    result = train(model, tokens, settings, tokenizer, progress=True)
+    if not PartialState().is_main_process:
+        return
+    save(model, tokenizer, args.output_dir, args.overwrite)
+    print(
+        f"trained {result.steps} steps on {result.num_bytes} bytes in {result.seconds:.1f} s: "
+        f"{result.bits_per_byte:.4f} bits per byte at the end; saved in {args.output_dir}"
+    )
+    if len(held_out_tokens) >= 2:
+        streams = min(settings.batch_size, len(held_out_tokens) - 1)
+        print("held out:", evaluate(model, held_out_tokens, tokenizer, streams=streams, progress=True))
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from .data import InputError, encode, read_text
+    from .evaluate import evaluate, plot
+
+    if args.plot and len(set(args.mem_len or ())) < 2:
+        raise InputError("--plot draws bits per byte against memory length; give several values to --mem-len")
+    if args.plot and not Path(args.plot).absolute().parent.is_dir():
+        raise InputError(f"{args.plot}: its folder does not exist; make it first")
+    text = read_text(args.files)
+    model, tokenizer = _load_model(args.model)
+    tokens = encode(text, tokenizer)
+    results = [
+        evaluate(
+            model,
+            tokens,
+            tokenizer,
+            segment_len=args.segment_len,
+            mem_len=mem_len,
+            clamp_len=args.clamp_len,
+            attention_window=args.window,
+            streams=args.streams,
+            batch_size=args.batch_size,
+            progress=True,
+        )
+        for mem_len in args.mem_len or [None]
+    ]
+    if args.json:
+        print(json.dumps([result.to_dict() for result in results], indent=2))
+    else:
+        print(*results, sep="\n")
+    if args.plot:
+        plot({args.model: results}, args.plot)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from transformers import set_seed
+
+    from .cache_xl import XLCache
+    from .data import InputError, encode, read_text
+
+    if args.cache_out:
+        _check_cache_dir(Path(args.cache_out))
+    text = read_text([args.prompt_file]) if args.prompt_file else args.prompt or ""
+    if not text and not args.cache_in:
+        raise InputError("nothing to continue; give --prompt, --prompt-file or --cache-in")
+    model, tokenizer = _load_model(args.model)
+    ids = encode(text, tokenizer).tolist()
+    if args.cache_in:
+        with _blaming(f"{args.cache_in}: no cache of this model could be loaded"):
+            cache = XLCache.from_pretrained(args.cache_in, model.config).to(model.device)
+            pending = Path(args.cache_in) / PENDING_FILE
+            ids = (json.loads(pending.read_bytes()) if pending.is_file() else []) + ids
+        if not ids:
+            raise InputError(f"{args.cache_in}: holds no token still to be read; give --prompt or --prompt-file")
+    else:
+        cache = XLCache(model.config)
+
+    sampling: dict[str, Any] = {"do_sample": False}
+    if args.temperature != 0 and (args.temperature or args.top_k or args.top_p):
+        sampling = {"do_sample": True, "temperature": args.temperature or 1.0}
+        sampling |= {"top_k": args.top_k or 0, "top_p": args.top_p or 1.0}  # 0 and 1: no limit
+        set_seed(args.seed)
+    produced = model.generate(
+        _read_prompt(model, cache, ids),
+        cache=cache,
+        new_tokens_only=True,
+        max_new_tokens=args.max_new_tokens,
+        streamer=_streamer(tokenizer),
+        **sampling,
+    )
+    if args.cache_out:
+        cache.save_pretrained(args.cache_out)
+        # The last token was produced and not read: whoever goes on from the cache feeds it first.
+        (Path(args.cache_out) / PENDING_FILE).write_text(json.dumps(produced[0, -1:].tolist()))
+
+
+def _check_cache_dir(path: Path) -> None:
+    from .data import InputError
+
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path}: is a file; give a folder for the cache")
+    if path.is_dir() and any(path.iterdir()) and not (path / "cache.json").is_file():
+        raise InputError(f"{path}: is not empty and holds no cache; give another folder")
+
+
+def _read_prompt(model: Any, cache: Any, ids: list[int]) -> Any:
+    """Feeds a long prompt in pieces, with a progress bar; returns what is left for generate to read [1, T], T >= 1."""
+    import torch
+    from tqdm import tqdm
+
+    prompt = torch.tensor([ids], device=model.device)
+    if model.config.segment_len is None:  # every call is one segment, so pieces would be another model
+        return prompt
+    whole = (len(ids) - 1) // PROMPT_CHUNK * PROMPT_CHUNK
+    with torch.no_grad(), tqdm(total=len(ids), desc="prompt", unit="tok", disable=None if whole else True) as bar:
+        for piece in prompt[:, :whole].split(PROMPT_CHUNK, dim=1) if whole else ():
+            model(piece, cache=cache, use_cache=True, logits_to_keep=1)
+            bar.update(piece.shape[1])
+    return prompt[:, whole:]
+
+
+def _streamer(tokenizer: Any) -> Any:
+    from transformers import TextStreamer
+
+    class Stdout(TextStreamer):
+        """Ends with a newline on a terminal only, so that the outputs of chained runs join to the text of one."""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(text, end="\n" if stream_end and sys.stdout.isatty() else "", flush=True)
+
+    return Stdout(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

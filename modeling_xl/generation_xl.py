@@ -1,0 +1,161 @@
+"""`generate` with this model's memory: which cache it uses, and what of a text is new to it. No decoding of its own.
+
+Written against `GenerationMixin` of Transformers 5.24.
+"""
+
+import copy
+import functools
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation import GenerationMode
+
+from .cache_xl import XLCache
+
+CACHE_ALIASES = ("past_key_values", "mems")
+
+
+def take_aliases(kwargs: dict) -> dict:
+    """Moves a cache given under an older name to `cache`."""
+    for alias in CACHE_ALIASES:
+        given = kwargs.pop(alias, None)
+        if given is not None:
+            if kwargs.get("cache") is not None:
+                raise ValueError(f"Both cache and {alias} were given; they are one argument, give it as cache.")
+            kwargs["cache"] = given
+    return kwargs
+
+
+def accepts_cache_aliases(forward):
+    """Lets a forward method take its cache as `past_key_values` or `mems` too."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **take_aliases(kwargs))
+
+    return wrapper
+
+
+def check_cache(cache, config) -> None:
+    if not isinstance(cache, XLCache):
+        raise TypeError(
+            f"cache is a {type(cache).__name__}, which cannot hold this model's memory; pass an XLCache(model.config), or "
+            "nothing: the model makes one."
+        )
+    cache.check_config(config)
+
+
+class XLGenerationMixin(GenerationMixin):
+    """What `XLForCausalLM` adds to `GenerationMixin`."""
+
+    def generate(self, inputs=None, *args, new_tokens_only: bool = False, **kwargs):
+        """`GenerationMixin.generate` with this model's memory.
+
+        cache: an `XLCache` to continue from, also as past_key_values or mems. By Transformers' rule `inputs` then holds the
+        whole text, or new ids with a mask that covers seen and new columns. new_tokens_only: `inputs` holds the new ids
+        alone, and a mask, if given, covers just them: the form for streams and sessions.
+        """
+        kwargs = take_aliases(kwargs)
+        cache = kwargs.get("cache")
+        if cache is not None:
+            check_cache(cache, self.config)
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        mask = kwargs.get("attention_mask")
+        if cache is not None and cache.get_seq_length():
+            if new_tokens_only:
+                if ids is None:
+                    raise ValueError("new_tokens_only=True needs the new token ids as input_ids.")
+                mask = torch.ones_like(ids) if mask is None else mask
+                if mask.shape != ids.shape:
+                    raise ValueError(
+                        f"attention_mask has shape {tuple(mask.shape)}; with new_tokens_only=True it must cover the new ids "
+                        f"alone, {tuple(ids.shape)}."
+                    )
+                # Transformers tells new ids from a whole text by a mask that is longer than they are.
+                kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
+            elif ids is not None and (mask is None or mask.shape[1] == ids.shape[1]):
+                kwargs["seen_columns"] = cache.get_seq_length()
+        recorded = cache is not None and cache.record_past
+        try:
+            return super().generate(inputs, *args, **kwargs)
+        finally:
+            if cache is not None:
+                cache.record_past = recorded  # assisted decoding asks for rows that later calls need not keep
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        return None  # the cache counts real tokens itself; ids that begin at 0 again would begin a document
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        next_sequence_length=None,
+        cache=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        is_first_iteration=False,
+        document_ids=None,
+        seen_columns=None,
+        **kwargs,
+    ):
+        if seen_columns and is_first_iteration and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - seen_columns
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if document_ids is not None:
+            fed = 0 if cache is None else cache.get_seq_length()
+            given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            length = given.shape[1]
+            if fed + length <= document_ids.shape[1]:
+                inputs["document_ids"] = document_ids[:, fed : fed + length]
+            elif fed < document_ids.shape[1]:
+                more = document_ids[:, -1:].expand(-1, fed + length - document_ids.shape[1])
+                inputs["document_ids"] = torch.cat([document_ids[:, fed:], more], 1)  # what is generated goes on with it
+        return inputs
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
+        cache = model_kwargs.get("cache")
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={implementation!r} names a cache that cannot hold this model's memory; leave it out, "
+                "or pass cache=XLCache(model.config)."
+            )
+        if generation_config.use_cache is False:
+            if cache is not None:
+                raise ValueError("use_cache=False does not go with a cache to continue from; leave one of them out.")
+            return
+        # Assisted decoding alone does not ask which columns a cache has seen; the others must not be told twice.
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if not is_assisted:
+            model_kwargs.pop("seen_columns", None)
+        elif not self.config.can_roll_back:
+            raise ValueError(
+                f"Assisted and prompt-lookup decoding take tokens back, and this memory cannot: {self.config.why_no_roll_back}"
+            )
+        elif cache is not None and model_kwargs.get("attention_mask") is not None and not model_kwargs.get("seen_columns"):
+            raise ValueError(
+                "Assisted and prompt-lookup decoding of new ids after a cache take no padding; leave the pads out."
+            )
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if cache is None:
+            cache = XLCache(self.config)
+        elif cache.batch_size not in (-1, rows):
+            if rows % cache.batch_size:
+                raise ValueError(
+                    f"The cache holds {cache.batch_size} rows, but generation runs {rows} (prompts times beams or returned "
+                    "sequences), which is no multiple; take rows with cache.select(...)."
+                )
+            cache = copy.deepcopy(cache)  # the caller's stays as it was
+            cache.batch_repeat_interleave(rows // cache.batch_size)
+        else:
+            cache._is_user_defined = True
+        model_kwargs["cache"] = cache
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
