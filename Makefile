@@ -9,6 +9,8 @@ READY := $(VENV)/ready
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Threads that wait spin by default, and on a machine with other work to do that makes small steps ten times slower.
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test test-slow lint types format clean
 

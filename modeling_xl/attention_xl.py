@@ -62,9 +62,12 @@ class XLAttention(nn.Module):
 
     def project_past(self, hidden_states):
         """Keys and values (B, heads, U, D) of layer inputs kept in memory, not encoded."""
-        first = self.num_heads * self.head_dim
-        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
-        projected = nn.functional.linear(self.norm(hidden_states), self.qkv_proj.weight[first:], bias)
+        first, hidden_states = self.num_heads * self.head_dim, self.norm(hidden_states)
+        if is_plain(self.qkv_proj):
+            bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
+            projected = nn.functional.linear(hidden_states, self.qkv_proj.weight[first:], bias)
+        else:
+            projected = self.qkv_proj(hidden_states)[..., first:]
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, 1)
 
     def encode(self, query, key, query_positions, key_positions, context):
@@ -117,7 +120,7 @@ class XLAttention(nn.Module):
             plain = plain or (length == 1 and (self.position.has_bias or sinks is not None))
             plain = plain or (has_gradient and (full is not None or sinks is not None))
             if not plain and bias is not None and sinks is None:
-                if has_gradient:
+                if has_gradient or dropout:
                     output = trained_attention(encoded_query, key, value, bias, mask, self.scaling, dropout)
                 else:
                     output = blocked_attention(encoded_query, key, value, bias, mask, self.scaling)
@@ -163,6 +166,15 @@ class XLAttention(nn.Module):
 
     def _merge(self, output):
         return output.transpose(1, 2).flatten(2)  # (B, t, H * D)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a Linear computes with nothing but its weight and bias, so that a part of them gives a part of its output.
+
+    Adapters, quantisation, parametrisation and offloading replace the class, the weight's class, the method, or hook in.
+    """
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked
 
 
 def _no_such_interface(*args, **kwargs):

@@ -38,7 +38,8 @@ class XLConfig(PreTrainedConfig):
     (None: no limit); `num_sink_tokens`, first tokens of a row that stay attended for ever; `initial_memory` empty |
     zeros; `bptt_segments`, segments through which gradient flows back before the one of the loss.
 
-    Raises ValueError naming the field, its value, the rule and the mend for whatever cannot work.
+    Whatever cannot work raises an error that names the field, its value, the rule and the mend (a ValueError, which
+    huggingface_hub wraps in its StrictDataclassClassValidationError).
 
     >>> XLConfig(position_type="rope", memory_type="recurrence", segment_len=128, mem_len=256).max_context
     3199

@@ -22,61 +22,93 @@ def cluster_width(config, cluster: int) -> int:
     return config.embedding_size // config.div_val**cluster
 
 
+class Projection(nn.Module):
+    """P (E, width): maps vectors of a narrower table to the hidden size, or, `backwards`, hidden states to its width.
+
+    One parameter serves both ways, so that a head's can be tied to the embedding's. No Linear: adapters that are put on
+    every Linear would be merged into the tied weight of the other way.
+    """
+
+    def __init__(self, width: int, hidden_size: int, backwards: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, width))
+        self.backwards = backwards
+
+    def init_parameters(self, std: float) -> None:
+        init.normal_(self.weight, mean=0.0, std=std)
+
+    def forward(self, states):
+        return states @ (self.weight if self.backwards else self.weight.transpose(0, 1))
+
+
 class AdaptiveEmbedding(nn.Module):
     """Cluster i of the ids has a table of width embedding_size // div_val**i and a projection to the hidden size."""
 
     def __init__(self, config):
         super().__init__()
+        self.hidden_size = config.hidden_size
         edges = cluster_edges(config)
+        widths = [cluster_width(config, cluster) for cluster in range(len(edges) - 1)]
         sizes = [high - low for low, high in pairwise(edges)]
-        widths = [cluster_width(config, cluster) for cluster in range(len(sizes))]
         self.clusters = nn.ModuleList(nn.Embedding(n, width) for n, width in zip(sizes, widths, strict=True))
-        self.projections = nn.ModuleList(nn.Linear(width, config.hidden_size, bias=False) for width in widths)
+        self.projections = nn.ModuleList(Projection(width, config.hidden_size) for width in widths)
 
     def forward(self, input_ids):
         """(B, T) ids -> (B, T, E)."""
-        weight = cast(nn.Linear, self.projections[0]).weight
-        embedded = weight.new_zeros(*input_ids.shape, weight.shape[0])
-        first = 0
+        embedded, first = None, 0
         for table, projection in zip(self.clusters, self.projections, strict=True):
-            table = cast(nn.Embedding, table)
-            inside = (input_ids >= first) & (input_ids < first + table.num_embeddings)
+            count = cast(nn.Embedding, table).num_embeddings
+            inside = (input_ids >= first) & (input_ids < first + count)
+            # Run for no id too: every parameter then takes part in every step, as distributed training expects.
             projected = projection(table(input_ids[inside] - first))
-            embedded = embedded.masked_scatter(inside[..., None], projected.to(embedded.dtype))
-            first += table.num_embeddings
+            if embedded is None:
+                embedded = projected.new_zeros(*input_ids.shape, self.hidden_size)
+            embedded = embedded.masked_scatter(inside[..., None], projected)
+            first += count
         return embedded
+
+
+class OutputTable(nn.Module):
+    """Vectors and biases of ids; scores of those from `first` to `last`. No Linear, for the reason `Projection` has."""
+
+    def __init__(self, width: int, size: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, width))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+    def init_parameters(self, std: float) -> None:
+        init.normal_(self.weight, mean=0.0, std=std)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, states, first: int, last: int):
+        bias = None if self.bias is None else self.bias[first:last]
+        return functional.linear(states, self.weight[first:last], bias)
 
 
 class XLHead(nn.Module):
     """Scores over the vocabulary where a plain Linear is not enough: a projection before it, or clusters.
 
-    tables: Linear for each cluster (one for all with div_val 1); projections[i] (E, width) maps a hidden state h to h P,
-    the input projection the other way round, so that they can be tied. With cutoffs `forward` gives log-probabilities,
-    without it gives logits.
+    tables: one for each cluster, or one for all with div_val 1. projections: one for each cluster, or none where widths
+    agree. With cutoffs `forward` gives log-probabilities, without it gives logits.
     """
 
     def __init__(self, config):
         super().__init__()
         self.edges = cluster_edges(config)
-        bias, num_clusters = config.lm_head_bias, len(self.edges) - 1
-        if config.div_val == 1:
-            self.tables = nn.ModuleList([nn.Linear(config.embedding_size, config.vocab_size, bias=bias)])
-        else:
-            self.tables = nn.ModuleList(
-                nn.Linear(cluster_width(config, i), self.edges[i + 1] - self.edges[i], bias=bias) for i in range(num_clusters)
-            )
-        self.projections = nn.ParameterList()
+        num_clusters = len(self.edges) - 1
+        widths = [cluster_width(config, cluster) for cluster in range(num_clusters)]
+        sizes = [high - low for low, high in pairwise(self.edges)] if config.div_val > 1 else [config.vocab_size]
+        self.tables = nn.ModuleList(OutputTable(width, n, config.lm_head_bias) for width, n in zip(widths, sizes, strict=False))
+        self.projections = nn.ModuleList()
         if config.div_val > 1 or config.embedding_size != config.hidden_size:
-            for cluster in range(num_clusters):
-                self.projections.append(nn.Parameter(torch.empty(config.hidden_size, cluster_width(config, cluster))))
+            self.projections.extend(Projection(width, config.hidden_size, backwards=True) for width in widths)
         self.cluster_weight = self.cluster_bias = None
         if num_clusters > 1:
             self.cluster_weight = nn.Parameter(torch.empty(num_clusters - 1, config.embedding_size))
             self.cluster_bias = nn.Parameter(torch.empty(num_clusters - 1))
 
     def init_parameters(self, std: float) -> None:
-        for projection in self.projections:
-            init.normal_(projection, mean=0.0, std=std)
         if self.cluster_weight is not None:
             init.normal_(self.cluster_weight, mean=0.0, std=std)
             init.zeros_(self.cluster_bias)
@@ -87,44 +119,39 @@ class XLHead(nn.Module):
 
     def _scores(self, hidden_states, cluster: int):
         """Logits over the ids of a cluster; the first one's end with those of the other clusters."""
-        table = cast(nn.Linear, self.tables[0 if len(self.tables) == 1 else cluster])
-        weight: torch.Tensor = table.weight
-        bias: torch.Tensor | None = table.bias
-        if len(self.tables) == 1:
-            rows = slice(self.edges[cluster], self.edges[cluster + 1])
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        if cluster == 0 and self.cluster_weight is not None and self.cluster_bias is not None:
-            weight = torch.cat([weight, self.cluster_weight])
-            zeros = self.cluster_bias.new_zeros(self.edges[1]) if bias is None else bias
-            bias = torch.cat([zeros, self.cluster_bias])
         if len(self.projections):
-            hidden_states = hidden_states @ self.projections[cluster]
-        scores = functional.linear(hidden_states, weight, bias)
-        return scores.to(torch.promote_types(scores.dtype, torch.float32)) if self.is_adaptive else scores
+            hidden_states = self.projections[cluster](hidden_states)
+        first, last = self.edges[cluster], self.edges[cluster + 1]
+        if len(self.tables) == 1:
+            scores = self.tables[0](hidden_states, first, last)
+        else:
+            scores = self.tables[cluster](hidden_states, 0, last - first)
+        if self.cluster_weight is None:
+            return scores
+        if cluster == 0:
+            scores = torch.cat([scores, functional.linear(hidden_states, self.cluster_weight, self.cluster_bias)], -1)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
-    def forward(self, hidden_states):
-        """(..., E) -> (..., V): log-probabilities in float32 at least where there are clusters, else logits."""
+    def forward(self, hidden_states, targets=None):
+        """(..., E) -> (..., V): log-probabilities in float32 at least where there are clusters, else logits.
+
+        With targets (n,), of clusters only: hidden states (n, E) -> (n,) negative log-likelihoods in nats; of the clusters
+        beyond the first only those of the targets are computed.
+        """
         first = self._scores(hidden_states, 0)
         if not self.is_adaptive:
             return first
         first = first.log_softmax(-1)
-        shortlist = self.edges[1]
-        parts = [first[..., :shortlist]]
-        for cluster in range(1, len(self.edges) - 1):
-            chosen = first[..., shortlist + cluster - 1, None]
-            parts.append(chosen + self._scores(hidden_states, cluster).log_softmax(-1))
-        return torch.cat(parts, -1)
-
-    def negative_log_likelihood(self, hidden_states, targets):
-        """(n, E) and (n,) ids -> (n,) nats; of the clusters beyond the first only those of the targets are computed."""
-        first = self._scores(hidden_states, 0).log_softmax(-1)
-        shortlist = self.edges[1]
+        shortlist, clusters = self.edges[1], range(1, len(self.edges) - 1)
+        if targets is None:
+            tails = [self._scores(hidden_states, cluster).log_softmax(-1) for cluster in clusters]
+            chosen = [first[..., shortlist + cluster - 1, None] for cluster in clusters]
+            return torch.cat([first[..., :shortlist], *(a + b for a, b in zip(chosen, tails, strict=True))], -1)
         cluster_of = torch.bucketize(targets, torch.tensor(self.edges[1:-1], device=targets.device), right=True)
         column = torch.where(cluster_of == 0, targets, shortlist + cluster_of - 1)
         log_probs = first.gather(-1, column[:, None])[:, 0]
-        for cluster in range(1, len(self.edges) - 1):
+        for cluster in clusters:
             inside = cluster_of == cluster
-            # Run for no target too: every parameter then takes part in every step, as distributed training expects.
             tail = self._scores(hidden_states[inside], cluster).log_softmax(-1)
             within = tail.gather(-1, (targets[inside] - self.edges[cluster])[:, None])[:, 0]
             log_probs = log_probs.masked_scatter(inside, log_probs[inside] + within)
@@ -132,33 +159,27 @@ class XLHead(nn.Module):
 
     def resize(self, num_tokens: int) -> None:
         """Gives the last cluster (the only one without cutoffs) as many ids as make `num_tokens` in all."""
-        last = cast(nn.Linear, self.tables[-1])
         first = 0 if len(self.tables) == 1 else self.edges[-2]
-        self.tables[-1] = _resized_linear(last, num_tokens - first)
+        table = cast(OutputTable, self.tables[-1])
+        table.weight = _resized(table.weight, num_tokens - first)
+        if table.bias is not None:
+            table.bias = _resized(table.bias, num_tokens - first, std=0.0)
         self.edges[-1] = num_tokens
 
 
-def _resized_linear(old: nn.Linear, size: int) -> nn.Linear:
-    new = nn.Linear(old.in_features, size, bias=old.bias is not None, device=old.weight.device, dtype=old.weight.dtype)
-    kept = min(size, old.out_features)
-    with torch.no_grad():
-        new.weight.normal_(std=float(old.weight.float().std()))
-        new.weight[:kept] = old.weight[:kept]
-        if old.bias is not None:
-            new.bias.zero_()
-            new.bias[:kept] = old.bias[:kept]
-    new.requires_grad_(old.weight.requires_grad)
-    return new
+def _resized(old: torch.Tensor, size: int, std: float | None = None) -> nn.Parameter:
+    """The first rows of `old`, and further ones drawn with `std`, or with that of the old ones."""
+    new = torch.empty(size, *old.shape[1:], device=old.device, dtype=old.dtype)
+    new.normal_(std=float(old.detach().float().std()) if std is None else std)
+    kept = min(size, len(old))
+    new[:kept] = old.detach()[:kept]
+    return nn.Parameter(new, requires_grad=old.requires_grad)
 
 
 def resized_embedding(old: nn.Embedding, size: int) -> nn.Embedding:
-    """The first rows of `old`, further rows drawn with its standard deviation."""
-    new = nn.Embedding(size, old.embedding_dim, device=old.weight.device, dtype=old.weight.dtype)
-    kept = min(size, old.num_embeddings)
-    with torch.no_grad():
-        new.weight.normal_(std=float(old.weight.float().std()))
-        new.weight[:kept] = old.weight[:kept]
-    new.requires_grad_(old.weight.requires_grad)
+    """A table whose first rows are those of `old`."""
+    new = nn.Embedding(size, old.embedding_dim, device="meta")
+    new.weight = _resized(old.weight, size)
     return new
 
 
@@ -181,11 +202,11 @@ def tied_weights(config) -> dict[str, str]:
     if config.div_val == 1:
         tied = {"lm_head.tables.0.weight": "model.embed_tokens.weight"}
         if config.embedding_size != config.hidden_size:
-            tied |= {f"lm_head.projections.{i}": "model.embed_proj.weight" for i in range(num_clusters) if ties[i]}
+            tied |= {f"lm_head.projections.{i}.weight": "model.embed_proj.weight" for i in range(num_clusters) if ties[i]}
         return tied
     tied = {}
     for i in range(num_clusters):
         tied[f"lm_head.tables.{i}.weight"] = f"model.embed_tokens.clusters.{i}.weight"
         if ties[i]:
-            tied[f"lm_head.projections.{i}"] = f"model.embed_tokens.projections.{i}.weight"
+            tied[f"lm_head.projections.{i}.weight"] = f"model.embed_tokens.projections.{i}.weight"
     return tied

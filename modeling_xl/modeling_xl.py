@@ -16,7 +16,7 @@ from .configuration_xl import XLConfig
 from .feedforward_xl import make_norm
 from .generation_xl import XLGenerationMixin, accepts_cache_aliases, check_cache
 from .grid_xl import Packing, plan_call
-from .head_xl import XLHead, make_embedding, make_head, resized_embedding, tied_weights
+from .head_xl import Projection, XLHead, make_embedding, make_head, resized_embedding, tied_weights
 from .layer_xl import XLDecoderLayer
 from .outputs_xl import XLCausalLMOutput, XLClassifierOutput, XLModelOutput, XLQuestionAnsweringOutput
 from .position_base import PositionContext
@@ -92,7 +92,7 @@ class XLModel(XLPreTrainedModel):
         self.embed_proj = None
         embedding_size = config.embedding_size or config.hidden_size
         if config.div_val == 1 and embedding_size != config.hidden_size:
-            self.embed_proj = nn.Linear(embedding_size, config.hidden_size, bias=False)
+            self.embed_proj = Projection(embedding_size, config.hidden_size)
         self.embed_norm = make_norm(config) if config.embedding_norm else None
         self.embed_dropout = nn.Dropout(config.embedding_dropout)
         self.shared_position = POSITION_SCHEMES[config.position_type].shared_module(config)
@@ -379,7 +379,6 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         document_ids: torch.LongTensor | None = None,
-        shift_labels: torch.LongTensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
         ignore_index: int = -100,
         **kwargs,
@@ -389,6 +388,8 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
         num_items_in_batch: what the summed loss is divided by, instead of the number of targets in this call.
         logits_to_keep: how many last columns, or which columns, to compute logits of; 0: all.
         """
+        # Not in the signature: Trainer takes every parameter with "label" in its name for a column it must find.
+        shift_labels = kwargs.pop("shift_labels", None)
         for name, ids in (("labels", labels), ("shift_labels", shift_labels)):
             shape = input_ids.shape if inputs_embeds is None and input_ids is not None else None
             if ids is not None and shape is not None and ids.shape != shape:
@@ -413,7 +414,7 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
             targets = targets.masked_fill(~attention_mask[:, -targets.shape[1] :].bool(), ignore_index)
         if targets is not None and isinstance(head, XLHead) and head.is_adaptive:
             chosen = targets != ignore_index
-            losses = head.negative_log_likelihood(hidden_states[chosen], targets[chosen])
+            losses = head(hidden_states[chosen], targets[chosen])
             loss = losses.sum() / _num_items(chosen, num_items_in_batch)
         elif targets is not None:
             logits = head(hidden_states)

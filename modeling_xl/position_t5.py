@@ -34,6 +34,9 @@ class T5Table(nn.Module):
     def init_parameters(self, std: float) -> None:
         init.normal_(self.table, mean=0.0, std=std)
 
+    def forward(self, buckets):
+        return self.table[buckets].transpose(0, 1)  # (K,) -> (H, K)
+
 
 class T5Position(PositionScheme):
     """bias[h, d] = table[bucket(d), h]."""
@@ -76,5 +79,4 @@ class T5Position(PositionScheme):
         if known is None or known[0] is not distances:
             known = (distances, relative_bucket(distances, self.num_buckets, self.max_distance))
             context.tables[key] = known
-        table = cast(T5Table, context.shared).table
-        return DistanceBias(None, table[known[1]].transpose(0, 1))  # (H, K)
+        return DistanceBias(None, cast(T5Table, context.shared)(known[1]))

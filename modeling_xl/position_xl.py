@@ -3,6 +3,8 @@
 Dai et al., "Transformer-XL", ACL 2019, section 3.3 and appendix B.
 """
 
+from typing import cast
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -32,6 +34,9 @@ class XLBiases(nn.Module):
         init.normal_(self.u, mean=0.0, std=std)
         init.normal_(self.v, mean=0.0, std=std)
 
+    def forward(self):
+        return self.u[:, None], self.v[:, None]  # (H, 1, D)
+
 
 class XLPosition(PositionScheme):
     """score = ((q + u) . k + (q + v) . W_R r_d) / sqrt(D), the four terms of the paper.
@@ -58,14 +63,16 @@ class XLPosition(PositionScheme):
         return config.clamp_len
 
     def _biases(self, context: PositionContext):
-        return self.biases if self.biases is not None else context.shared
+        biases = context.shared if self.biases is None else self.biases
+        return cast(XLBiases, biases)()  # called, not read: what moves or shards weights hooks into calls
 
     def encode(self, query, key, query_positions, key_positions, context: PositionContext):
-        return query + self._biases(context).u[:, None], key
+        u, _ = self._biases(context)
+        return query + u, key
 
     def bias(self, query, distances, context: PositionContext) -> DistanceBias:
-        scaled = (query + self._biases(context).v[:, None]) * self.head_dim**-0.5
-        return DistanceBias(scaled, self._table(distances, context))
+        _, v = self._biases(context)
+        return DistanceBias((query + v) * self.head_dim**-0.5, self._table(distances, context))
 
     def _table(self, distances, context: PositionContext) -> torch.Tensor:
         """W_R r_d for the distances asked for, (H, K, D)."""

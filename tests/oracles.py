@@ -112,7 +112,7 @@ def transfo_xl_names(config: XLConfig) -> dict[str, str]:
         return names
     for i in range(num_clusters):
         both(f"crit.out_layers.{i}", f"lm_head.tables.{i}")
-        names[f"crit.out_projs.{i}"] = f"lm_head.projections.{i}"
+        names[f"crit.out_projs.{i}"] = f"lm_head.projections.{i}.weight"
     for part in ("cluster_weight", "cluster_bias"):
         names[f"crit.{part}"] = f"lm_head.{part}"
     return names

@@ -259,7 +259,6 @@ class TestCacheClass:
             {"memory_type": "none", "attention_window": 8},
             {"attention_window": 8},
             {"attention_window": 8, "mem_len": 3},
-            {"segment_len": 1},
             {},
         ],
         ids=str,

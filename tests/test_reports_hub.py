@@ -176,7 +176,8 @@ class TestWeights:
         assert off(again(ids).logits, model(ids).logits) == 0
         for loaded in (model, again):
             sources = [part.weight for part in loaded.model.embed_tokens.modules() if isinstance(part, torch.nn.Embedding)]
-            targets = [part.weight for part in loaded.lm_head.modules() if hasattr(part, "weight")]
+            head = loaded.lm_head
+            targets = [head.weight] if isinstance(head, torch.nn.Linear) else [table.weight for table in head.tables]
             for source, target in zip(sources, targets, strict=True):
                 assert (source is target) == loaded.config.tie_word_embeddings
                 assert torch.equal(source, target) == loaded.config.tie_word_embeddings
