@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from transformers.utils import logging
+
 from .data import SAMPLE_TEXT, byte_tokenizer, encode, read_text, split_text
 from .evaluate import EvaluationResult, evaluate, plot
 from .train import load_config, new_model, save, train, training_settings
@@ -21,6 +23,8 @@ MIN_GAIN = 0.05  # bits per byte: a smaller gain is a fault of the model or of i
 GENERATE = """
 import sys, torch, modeling_xl
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+logging.disable_progress_bar()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 torch.manual_seed(0)
@@ -35,6 +39,7 @@ def main() -> int:
     parser.add_argument("--output-dir", default="demo_output", help="folder for the model and the plot")
     parser.add_argument("--max-steps", type=int, help="training steps, instead of those of configs/demo")
     args = parser.parse_args()
+    logging.disable_progress_bar()
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()

@@ -182,7 +182,8 @@ class XLModel(XLPreTrainedModel):
                 wants_weights=bool(output_attentions),
             )
             pieces = plan.pieces
-            self._warn_of_open_segment(cache, plan)
+            if use_cache and cache is not None:
+                self._warn_of_open_segment(plan)
             work.states = [None if state is None else state.detach() for state in work.states]
             for piece in pieces:
                 self._check_reentrant(piece)
@@ -290,9 +291,9 @@ class XLModel(XLPreTrainedModel):
             return 0
         return max(self.config.segment_len or 0, LEAST_UNDO)
 
-    def _warn_of_open_segment(self, cache, plan) -> None:
+    def _warn_of_open_segment(self, plan) -> None:
         segment = self.config.segment_len
-        if cache is None or segment is None or not self._uses_grid:
+        if segment is None or not self._uses_grid:
             return
         if self.training and torch.is_grad_enabled() and bool((plan.lengths % segment != 0).any()):
             logger.warning_once(
