@@ -135,19 +135,35 @@ class LayerState:
         return LayerState(rows, fixed, self.end, self.size)
 
     @staticmethod
-    def cat(states: list["LayerState"]) -> "LayerState":
-        """Joins along the batch, right-aligned; a shorter one gets rows of zeros, which lie before its first token."""
+    def cat(parts: list[tuple[int, "LayerState | None"]]) -> "LayerState | None":
+        """Joins (batch size, state) along the batch, right-aligned; what a part lacks are zeros before its first token."""
+        if all(state is None for _, state in parts):
+            return None
+        states = [state or LayerState() for _, state in parts]
         size = max(state.size for state in states)
-        rows = {}
-        for name in states[0].rows:
-            parts = []
-            for state in states:
-                part = state.last(name, state.size)
-                missing = part.new_zeros(*part.shape[:-2], size - state.size, part.shape[-1])
-                parts.append(torch.cat([missing, part], -2))
-            rows[name] = torch.cat(parts)
-        fixed = {name: torch.cat([state.fixed[name] for state in states]) for name in states[0].fixed}
-        return LayerState(rows, fixed, size, size)
+        batches = [count for count, _ in parts]
+
+        def joined(kind: str, height: int | None):
+            """Each named tensor, rows cut or filled to `height`, zeros where a part has none."""
+            found: dict[str, torch.Tensor] = {}
+            for name in dict.fromkeys(name for state in states for name in getattr(state, kind)):
+                like = next(getattr(state, kind)[name] for state in states if name in getattr(state, kind))
+                pieces = []
+                for batch, state in zip(batches, states, strict=True):
+                    shape = [batch, *like.shape[1:]]
+                    if height is not None:
+                        shape[-2] = height
+                    whole = like.new_zeros(shape)
+                    if name in getattr(state, kind):
+                        if height is None:
+                            whole = state.fixed[name]
+                        else:
+                            whole[..., height - state.size :, :] = state.last(name, state.size)
+                    pieces.append(whole)
+                found[name] = torch.cat(pieces)
+            return found
+
+        return LayerState(joined("rows", size), joined("fixed", None), size, size)
 
 
 class XLCache(Cache):
@@ -181,7 +197,7 @@ class XLCache(Cache):
     def reset(self) -> None:
         """Forgets everything, the batch size included."""
         self.states: list[LayerState | None] = [None] * self.config.num_hidden_layers
-        self.derived: dict[Any, torch.Tensor] = {}
+        self.derived: dict[Any, tuple[Any, torch.Tensor]] = {}
         self.columns = 0
         self._lengths = torch.zeros(0, dtype=torch.long)
         # Position at which each row's current document begins, its id, and whether it was given one.
@@ -321,12 +337,16 @@ class XLCache(Cache):
         for index, state in enumerate(self.states):
             if state is not None and state.rows:
                 self.states[index] = LayerState(state.rows, state.fixed, state.end - count, state.size - count)
-        self._lengths = self._lengths - count
-        if self.row_positions is not None:
-            after = self.row_positions[:, -count - 1]
-            self.row_positions = self.row_positions[:, :-count]
-            self.position_shift = after - (self._lengths - 1)
-        self.next_position_id = torch.where(self.next_position_id < 0, -1, self.next_position_id - count)
+        if self.row_positions is None:
+            self.next_position_id = torch.where(self.next_position_id < 0, -1, self.next_position_id - count)
+            self._lengths = self._lengths - count
+        else:
+            last = self.positions_of_last(count + 1)[:, 0]  # of what becomes the newest token
+            newest = self._lengths - 1 + self.position_shift
+            self.next_position_id = torch.where(self.next_position_id < 0, -1, self.next_position_id - (newest - last))
+            self._lengths = self._lengths - count
+            self.position_shift = last - (self._lengths - 1)
+            self.row_positions = self.row_positions[:, : max(0, self.row_positions.shape[1] - count)]
         self.columns -= count
         self.undoable -= count
 
@@ -370,6 +390,11 @@ class XLCache(Cache):
         for name in self._COUNTERS:
             counter = getattr(self, name)
             setattr(self, name, counter.masked_fill(rows, self._EMPTY.get(name, 0)))
+        if bool(rows.all()):
+            self.columns, self.row_positions = 0, None
+        elif self.row_positions is not None:
+            fresh = torch.arange(-self.row_positions.shape[1], 0)
+            self.row_positions = torch.where(rows[:, None], fresh, self.row_positions)
 
     def select(self, rows) -> "XLCache":
         """A new cache with the given rows (list of numbers, or boolean mask), in that order."""
@@ -395,13 +420,17 @@ class XLCache(Cache):
             raise ValueError("XLCache.cat needs at least one cache.")
         first = caches[0]
         for cache in caches[1:]:
-            _compare(first.fingerprint(), cache.fingerprint(), "The caches to join")
+            mine, other = first.fingerprint(), cache.fingerprint()
+            for name in ("form", "dtype"):  # nothing has been stored yet where they are None
+                if mine[name] is None or other[name] is None:
+                    mine[name] = other[name] = None
+            _compare(mine, other, "The caches to join")
         caches = [cache for cache in caches if cache.batch_size > 0]
         if not caches:
             return first.working_copy()
         joined = caches[0].working_copy()
         for index in range(len(joined)):
-            joined.states[index] = LayerState.cat([cache.states[index] for cache in caches])  # type: ignore[misc]
+            joined.states[index] = LayerState.cat([(cache.batch_size, cache.states[index]) for cache in caches])
         for name in XLCache._COUNTERS:
             setattr(joined, name, torch.cat([getattr(cache, name) for cache in caches]))
         if any(cache.row_positions is not None for cache in caches):
@@ -416,12 +445,12 @@ class XLCache(Cache):
 
     def positions_of_last(self, count: int) -> torch.Tensor:
         """Positions that entered attention of the `count` newest tokens, (B, count)."""
-        counted = self._lengths[:, None] - torch.arange(count, 0, -1)[None] + self.position_shift[:, None]
-        if self.row_positions is not None:
-            known = min(count, self.row_positions.shape[1])
-            if known:
-                counted[:, count - known :] = self.row_positions[:, self.row_positions.shape[1] - known :]
-        return counted
+        back = torch.arange(count, 0, -1)[None]
+        if self.row_positions is None or not self.row_positions.shape[1]:
+            return self._lengths[:, None] - back + self.position_shift[:, None]
+        known = self.row_positions[:, max(0, self.row_positions.shape[1] - count) :]
+        missing = torch.arange(count - known.shape[1], 0, -1)[None]
+        return torch.cat([known[:, :1] - missing, known], 1)
 
     def detach(self) -> "XLCache":
         """Cuts the gradient into everything kept; returns the cache."""
@@ -455,7 +484,7 @@ class XLCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all tensors held, derived ones and spare room included."""
         tensors = [t for state in self.states if state is not None for t in state.tensors()]
-        return sum(tensor.nbytes for tensor in [*tensors, *self.derived.values()])
+        return sum(tensor.nbytes for tensor in [*tensors, *(derived for _, derived in self.derived.values())])
 
     @property
     def max_context(self) -> int | float:
@@ -490,10 +519,11 @@ class XLCache(Cache):
                 layout.append(None)
                 continue
             capacity = next((t.shape[-2] for t in state.rows.values()), 0)
-            layout.append({"end": state.end, "size": state.size, "capacity": capacity})
-            for name in state.rows:
-                tensors[f"layers.{index}.rows.{name}"] = state.last(name, state.size)
-            tensors |= {f"layers.{index}.fixed.{name}": tensor for name, tensor in state.fixed.items()}
+            rows = {f"layers.{index}.rows.{name}": state.last(name, state.size) for name in state.rows}
+            fixed = {f"layers.{index}.fixed.{name}": tensor for name, tensor in state.fixed.items()}
+            shapes = {name: list(tensor.shape) for name, tensor in (rows | fixed).items()}
+            layout.append({"end": state.end, "size": state.size, "capacity": capacity, "shapes": shapes})
+            tensors |= rows | fixed
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
         values = {
             "columns": self.columns,
@@ -512,39 +542,58 @@ class XLCache(Cache):
                 f"The cache has format_version {version!r}; this package reads {FORMAT_VERSION}. Make the cache anew from "
                 "its text, or use the package version that wrote it."
             )
-        saved, mine = state_dict["fingerprint"], self.fingerprint()
+        saved = state_dict.get("fingerprint")
+        if not isinstance(saved, dict):
+            raise ValueError("The saved cache has no fingerprint; make it anew from its text.")
+        mine = self.fingerprint()
         if self.batch_size == -1:
             # A cache that has not been used yet takes these over; they are what it would have been made with.
-            mine |= {name: saved[name] for name in ("mem_len", "form", "dtype") if name == "mem_len" or mine[name] is None}
+            mine |= {name: saved.get(name) for name in ("mem_len", "form", "dtype") if name == "mem_len" or mine[name] is None}
         _compare(mine, saved, "The cache and the saved one")
-        tensors, values = dict(state_dict["tensors"]), state_dict["values"]
-        loaded = XLCache(self.config, mem_len=saved["mem_len"], form=saved["form"])
         try:
-            loaded.dtype = None if values["dtype"] is None else getattr(torch, values["dtype"])
-            for name in self._COUNTERS:
-                setattr(loaded, name, tensors.pop(name))
-            loaded.row_positions = tensors.pop("row_positions", None)
-            for index, place in enumerate(values["layout"]):
-                if place is None:
-                    continue
-                state = LayerState(end=place["end"], size=place["size"])
-                for key in [key for key in tensors if key.startswith(f"layers.{index}.")]:
-                    kind, name = key.split(".", 3)[2:]
-                    tensor = tensors.pop(key)
-                    if kind == "rows":
-                        buffer = tensor.new_zeros(*tensor.shape[:-2], place["capacity"], tensor.shape[-1])
-                        buffer[..., place["end"] - place["size"] : place["end"], :] = tensor
-                        state.rows[name] = buffer
-                    else:
-                        state.fixed[name] = tensor
-                loaded.states[index] = state
-            loaded.columns, loaded.undoable = values["columns"], values["undoable"]
-            loaded.record_past = values["record_past"]
-        except (KeyError, IndexError, TypeError, RuntimeError, ValueError) as error:
+            loaded = self._loaded(saved, state_dict["values"], dict(state_dict["tensors"]))
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise ValueError(f"The saved cache is incomplete or damaged ({error!r}); make it anew from its text.") from error
-        if tensors:
-            raise ValueError(f"The saved cache holds unknown tensors {sorted(tensors)[:3]}; it was written by another program.")
         self.commit(loaded)
+
+    def _loaded(self, saved: dict[str, Any], values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> "XLCache":
+        loaded = XLCache(self.config, mem_len=saved["mem_len"], form=saved["form"])
+        if values["dtype"] is not None:
+            loaded.dtype = getattr(torch, values["dtype"])
+        for name in self._COUNTERS:
+            counter = tensors.pop(name)
+            if counter.dtype != getattr(loaded, name).dtype or counter.dim() != 1:
+                raise ValueError(f"{name} has dtype {counter.dtype} and shape {tuple(counter.shape)}")
+            setattr(loaded, name, counter)
+        batch_size = max(loaded.batch_size, 0)
+        if any(len(getattr(loaded, name)) != batch_size for name in self._COUNTERS):
+            raise ValueError("counters of different batch sizes")
+        loaded.row_positions = tensors.pop("row_positions", None)
+        if len(values["layout"]) != len(loaded):
+            raise ValueError(f"{len(values['layout'])} layers where the model has {len(loaded)}")
+        for index, place in enumerate(values["layout"]):
+            if place is None:
+                continue
+            size, end, capacity = (int(place[name]) for name in ("size", "end", "capacity"))
+            state = LayerState(end=end, size=size)
+            for key, shape in place["shapes"].items():
+                kind, name = key.removeprefix(f"layers.{index}.").split(".", 1)
+                tensor = tensors.pop(key)
+                is_whole = list(tensor.shape) == shape and shape[0] == batch_size and kind in ("rows", "fixed")
+                if not is_whole or (kind == "rows" and not shape[-2] == size <= end <= capacity):
+                    raise ValueError(f"{key} has shape {tuple(tensor.shape)}")
+                if kind == "rows":
+                    buffer = tensor.new_zeros(*tensor.shape[:-2], capacity, tensor.shape[-1])
+                    buffer[..., end - size : end, :] = tensor
+                    state.rows[name] = buffer
+                else:
+                    state.fixed[name] = tensor
+            loaded.states[index] = state
+        if tensors:
+            raise ValueError(f"unknown tensors {sorted(tensors)[:3]}")
+        loaded.columns, loaded.undoable = int(values["columns"]), int(values["undoable"])
+        loaded.record_past = bool(values["record_past"])
+        return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
         """Writes `cache.safetensors` and `cache.json` into the folder; what lay there before stays whole until then."""

@@ -83,7 +83,7 @@ class XLConfig(PreTrainedConfig):
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     rope_parameters: dict | None = None
-    alibi_slopes: list[float] | tuple[float, ...] | None = None
+    alibi_slopes: list[int | float] | tuple[int | float, ...] | None = None
 
     memory_type: str | list[str] | tuple[str, ...] = "recurrence"
     segment_len: int | None = 512
@@ -157,9 +157,10 @@ class XLConfig(PreTrainedConfig):
             _refuse(self, "use_parallel_residual", "needs norm_position='pre': branches in parallel have no norm after")
         self._validate_memory()
         self._validate_clusters()
-        for name in ("pad_token_id", "bos_token_id"):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < self.vocab_size:
+            ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+            if any(not 0 <= token < self.vocab_size for token in ids):
                 _refuse(self, name, f"must be an id from 0 to vocab_size - 1 = {self.vocab_size - 1}, or None")
         POSITION_SCHEMES[self.position_type].validate(self)
 

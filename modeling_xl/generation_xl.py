@@ -73,8 +73,16 @@ class XLGenerationMixin(GenerationMixin):
                     )
                 # Transformers tells new ids from a whole text by a mask that is longer than they are.
                 kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
-            elif ids is not None and (mask is None or mask.shape[1] == ids.shape[1]):
-                kwargs["seen_columns"] = cache.get_seq_length()
+            else:
+                text = ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+                is_whole = text is not None and (mask is None or mask.shape[1] == text.shape[1])
+                if is_whole or kwargs.get("inputs_embeds") is not None:  # embeddings are always taken for the whole text
+                    if text.shape[1] <= cache.get_seq_length():
+                        raise ValueError(
+                            f"The input has {text.shape[1]} columns and the cache has seen {cache.get_seq_length()}: nothing "
+                            "in it is new. Give the whole text, or the new ids alone with new_tokens_only=True."
+                        )
+                    kwargs["seen_columns"] = cache.get_seq_length()
         recorded = cache is not None and cache.record_past
         try:
             return super().generate(inputs, *args, **kwargs)
@@ -147,10 +155,10 @@ class XLGenerationMixin(GenerationMixin):
         if cache is None:
             cache = XLCache(self.config)
         elif cache.batch_size not in (-1, rows):
-            if rows % cache.batch_size:
+            if cache.batch_size not in (1, batch_size):
                 raise ValueError(
-                    f"The cache holds {cache.batch_size} rows, but generation runs {rows} (prompts times beams or returned "
-                    "sequences), which is no multiple; take rows with cache.select(...)."
+                    f"The cache holds {cache.batch_size} rows for {batch_size} prompts; it must hold one for each prompt, or "
+                    "one for all. Take rows with cache.select(...)."
                 )
             cache = copy.deepcopy(cache)  # the caller's stays as it was
             cache.batch_repeat_interleave(rows // cache.batch_size)

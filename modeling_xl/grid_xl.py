@@ -159,7 +159,9 @@ def plan_call(
     encode_positions = positions + shift
     history = None
     if is_irregular:
-        history = torch.cat([cache.positions_of_last(cache.most_rows()), encode_positions], 1)
+        # Rows of zeros that an initial memory puts before the first token are not kept yet.
+        kept = max(cache.most_rows(), cache.mem_len)
+        history = torch.cat([cache.positions_of_last(kept), encode_positions], 1)
 
     def last_real(values: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         index = (counts - 1).clamp(min=0)[:, None]

@@ -55,6 +55,10 @@ class AdaptiveEmbedding(nn.Module):
 
     def forward(self, input_ids):
         """(B, T) ids -> (B, T, E)."""
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and input_ids.numel():
+            size = sum(cast(nn.Embedding, table).num_embeddings for table in self.clusters)
+            if int(input_ids.min()) < 0 or int(input_ids.max()) >= size:
+                raise IndexError(f"ids must lie in 0 ... {size - 1}; these reach from {input_ids.min()} to {input_ids.max()}.")
         embedded, first = None, 0
         for table, projection in zip(self.clusters, self.projections, strict=True):
             count = cast(nn.Embedding, table).num_embeddings

@@ -171,7 +171,9 @@ class RowMemory(MemoryMechanism):
         return output, weights, state
 
     def _append_hidden(self, state, hidden_states, view: RowView, piece) -> LayerState:
-        needed = view.needed + piece.undo
+        needed = view.needed
+        if piece.undo:  # any of the last tokens may become the newest again, in the middle of its segment
+            needed = int(self.kept_rows(self.config, piece.mem_len)) + piece.undo
         if piece.fillers is not None:
             needed += int(piece.fillers.max())  # dropped after the piece
         new = min(needed, piece.width)
@@ -215,7 +217,10 @@ class RowMemory(MemoryMechanism):
 
         lowest = torch.maximum(oldest(positions), piece.document_start)  # (B, t)
         start = positions[:, :1]
-        past = int((start - lowest[:, :1]).max())
+        looks_back = (start - lowest[:, :1])[:, 0]
+        if piece.fillers is not None:  # a row that has ended needs nothing, and kept no more than its end asked for
+            looks_back = looks_back.masked_fill(piece.fillers >= piece.width, 0)
+        past = int(looks_back.max())
         if past > state.size:
             raise RuntimeError(f"A layer's memory holds {state.size} rows where {past} are needed; the cache is damaged.")
         mask = None

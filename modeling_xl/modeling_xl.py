@@ -24,7 +24,7 @@ from .positions import POSITION_SCHEMES
 
 logger = logging.get_logger(__name__)
 
-# How far back a recording cache can go at least; candidates of assisted decoding are fewer.
+# How far back a recording cache can go at least, a segment if that is longer; up to 4 times as far after a longer call.
 LEAST_UNDO = 64
 
 
@@ -58,14 +58,14 @@ class XLPreTrainedModel(PreTrainedModel):
         """As in Transformers; with clusters the last one grows or shrinks, and the cutoffs stay."""
         base = getattr(self, self.base_model_prefix, self)
         head = getattr(self, "lm_head", None)
+        first = self.config.cutoffs[-1] if self.config.cutoffs else 0
+        if new_num_tokens is not None and new_num_tokens <= first:
+            raise ValueError(f"new_num_tokens={new_num_tokens} must exceed the last of cutoffs={self.config.cutoffs}.")
         if base.config.div_val == 1 and not isinstance(head, XLHead):
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
-        first = self.config.cutoffs[-1] if self.config.cutoffs else 0
-        if size <= first:
-            raise ValueError(f"new_num_tokens={size} must exceed the last of cutoffs={self.config.cutoffs}.")
         embedding = base.embed_tokens
         if size != self.config.vocab_size:
             if self.config.div_val == 1:
@@ -165,7 +165,7 @@ class XLModel(XLPreTrainedModel):
 
         states: list[list[torch.Tensor]] = [[] for _ in range(len(self.layers) + 1)]
         weights: list[list[torch.Tensor]] = [[] for _ in self.layers]
-        undo_limit = self._undo_limit(work)
+        undo_limit = self._undo_limit(work, columns)
         pieces = []
         if packing.width:
             plan = plan_call(
@@ -177,7 +177,7 @@ class XLModel(XLPreTrainedModel):
                 segment_len=self.config.segment_len if self._uses_grid else None,
                 bptt_segments=self.config.bptt_segments,
                 needs_row_lines=torch.is_grad_enabled() or any(m.needs_row_lines for m in self._mechanisms),
-                undo=int(min(undo_limit, LEAST_UNDO + (self.config.segment_len or 0))) if work.record_past else 0,
+                undo=int(undo_limit) if math.isfinite(undo_limit) else 0,
                 context=self._position_context(work),
                 wants_weights=bool(output_attentions),
             )
@@ -251,6 +251,11 @@ class XLModel(XLPreTrainedModel):
                 f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, length) = ({batch}, {columns}) "
                 "or longer, of which the last columns are read: 1 at tokens, 0 at pads."
             )
+        if attention_mask.is_floating_point() and bool((attention_mask < 0).any()):
+            raise ValueError(
+                "attention_mask holds negative numbers, as a mask that is added to scores does; it must be 1 at tokens and "
+                "0 at pads."
+            )
         return inputs, attention_mask[:, -columns:].bool()
 
     def _per_token(self, name: str, values, packing: Packing):
@@ -283,13 +288,14 @@ class XLModel(XLPreTrainedModel):
         """Most tokens that the layers look back to, for each mechanism."""
         return [mechanism.kept_rows(self.config, cache.mem_len) for mechanism in self._mechanisms]
 
-    def _undo_limit(self, cache: XLCache) -> float:
+    def _undo_limit(self, cache: XLCache, columns: int) -> float:
         """How many tokens `XLCache.crop` can take back after this call."""
         if min(self._kept_rows(cache)) == math.inf:
             return math.inf
         if not cache.record_past or not cache.is_croppable:
             return 0
-        return max(self.config.segment_len or 0, LEAST_UNDO)
+        least = max(self.config.segment_len or 0, LEAST_UNDO)
+        return min(max(columns, least), 4 * least)
 
     def _warn_of_open_segment(self, plan) -> None:
         segment = self.config.segment_len
@@ -392,9 +398,11 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
         # Not in the signature: Trainer takes every parameter with "label" in its name for a column it must find.
         shift_labels = kwargs.pop("shift_labels", None)
         for name, ids in (("labels", labels), ("shift_labels", shift_labels)):
-            shape = input_ids.shape if inputs_embeds is None and input_ids is not None else None
-            if ids is not None and shape is not None and ids.shape != shape:
-                raise ValueError(f"{name} has shape {tuple(ids.shape)}; it must be that of input_ids, {tuple(shape)}.")
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            if ids is not None and given is not None and ids.shape != given.shape[:2]:
+                raise ValueError(
+                    f"{name} has shape {tuple(ids.shape)}; it must be that of the input, {tuple(given.shape[:2])}."
+                )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -36,13 +36,14 @@ class PositionContext:
 
     shared: the module that the model owns for the scheme (`PositionScheme.shared_module`), or None.
     tables: results without gradient that the layers of one piece share (angles, sinusoids), keyed by the scheme.
-    derived: results that depend on weights and outlive the call together with the cache, or None where gradients flow.
+    derived: results that depend on weights and outlive the call together with the cache, each with a stamp of what it was
+    made from; None where gradients flow.
     derived_limit: for how many distances a scheme may keep them, so that one long call does not swell the cache for ever.
     """
 
     shared: nn.Module | None = None
     tables: dict[Any, Any] = field(default_factory=dict)
-    derived: dict[Any, torch.Tensor] | None = None
+    derived: dict[Any, tuple[Any, torch.Tensor]] | None = None
     derived_limit: float = math.inf
 
 

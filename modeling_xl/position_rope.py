@@ -5,6 +5,7 @@ of Transformers (`rope_parameters`).
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -106,11 +107,18 @@ class RopePosition(PositionScheme):
             "yarn": ["factor", "original_max_position_embeddings"],
             "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
         }.get(kind, [])
-        for name in ["rope_theta", *required]:
-            if not isinstance(parameters.get(name), (int, float)) or parameters[name] <= 0:
-                raise ValueError(
-                    f"rope_parameters[{name!r}]={parameters.get(name)!r} must be a number > 0 for rope_type {kind!r}."
-                )
+        optional = ["factor", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
+        for name in dict.fromkeys(["rope_theta", *required, *optional]):
+            value: Any = parameters.get(name)
+            if value is None and name not in ("rope_theta", *required):
+                continue
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or value <= (1 if name == "rope_theta" else 0):
+                least = "above 1" if name == "rope_theta" else "above 0"
+                raise ValueError(f"rope_parameters[{name!r}]={value!r} must be a finite number {least} for rope_type {kind!r}.")
+        low, high = (float(parameters.get(f"{name}_freq_factor") or 0) for name in ("low", "high"))
+        if kind == "llama3" and low >= high:
+            raise ValueError(f"rope_parameters['low_freq_factor']={low} must be below 'high_freq_factor'={high}.")
         factor = parameters.get("partial_rotary_factor", 1.0)
         rotated = config.head_dim if kind == "proportional" else int(config.head_dim * factor)
         if not 0 < factor <= 1 or rotated % 2 or rotated < 2:

@@ -78,17 +78,25 @@ class XLPosition(PositionScheme):
         """W_R r_d for the distances asked for, (H, K, D)."""
         count = distances.shape[0]
         is_run = int(distances[0]) == count - 1 and int(distances[-1]) == 0  # count - 1 ... 0, as all regular calls ask
-        if context.derived is None or not is_run or count > context.derived_limit:
+        is_random = self.training and self.dropout.p > 0
+        if context.derived is None or not is_run or is_random or count > context.derived_limit:
             return self._project(distances, context)
         # Nothing but the distance enters here, so with frozen weights one table serves all calls of a cache. It grows
         # by doubling, so that a memory that fills up token by token does not project it anew for each token.
-        key = ("xl", self.layer_idx)
-        table = context.derived.get(key)
-        if table is None or table.shape[1] < count:
+        key, stamp = ("xl", self.layer_idx), self._stamp(distances.device.type)
+        made_from, table = context.derived.get(key, (None, None))
+        if table is None or made_from != stamp or table.shape[1] < count:
             size = count if table is None else int(max(count, min(2 * table.shape[1], context.derived_limit)))
             run = torch.arange(size - 1, -1, -1, device=distances.device)
-            table = context.derived[key] = self._project(run, context)
+            table = self._project(run, context)
+            context.derived[key] = (stamp, table)
         return table[:, table.shape[1] - count :]
+
+    def _stamp(self, device_type: str):
+        """What a projected table depends on beside distances: which weights, changed how often, in which precision."""
+        weights = [(id(p), 0 if p.is_inference() else p._version) for p in self.r_proj.parameters()]
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        return weights, autocast, self.config.clamp_len
 
     def _project(self, distances, context: PositionContext) -> torch.Tensor:
         if self.config.clamp_len is not None:

@@ -128,13 +128,16 @@ def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: floa
     batch, _, num_queries, _ = query.shape
     num_keys = key.shape[2]
     rows = batch if bias.query is not None or (mask is not None and mask.shape[0] > 1) else 1
-    position_query = None if bias.query is None else bias.query.transpose(0, 1).contiguous()
+    table, position_query = bias.table, None
+    if bias.query is not None:  # autocast may have made one of them and not the other
+        dtype = torch.promote_types(bias.query.dtype, table.dtype)
+        position_query, table = bias.query.transpose(0, 1).to(dtype).contiguous(), table.to(dtype)
     grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
     outputs = []
     for start in range(0, num_queries, BLOCK):
         stop = min(start + BLOCK, num_queries)
         size = num_keys - num_queries + stop
-        _, view = _skewed(position_query, bias.table, rows, num_keys - size, size, start, stop)
+        _, view = _skewed(position_query, table, rows, num_keys - size, size, start, stop)
         _hide(view, mask, start, stop, size)
         if query.device.type != "cpu":
             view = view.contiguous()  # kernels on accelerators want aligned rows
