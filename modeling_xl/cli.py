@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-PENDING_FILE = "pending.json"  # beside a saved cache: ids that the model produced and has not read yet
+PENDING_FILE = "pending.json"  # beside a saved cache: the ids that the model produced after it and has not read yet
 PROMPT_CHUNK = 4096  # tokens of a prompt read in one call
 
 
@@ -278,7 +278,14 @@ def _generate(args: argparse.Namespace) -> None:
         with _blaming(f"{args.cache_in}: no cache of this model could be loaded"):
             cache = XLCache.from_pretrained(args.cache_in, model.config).to(model.device)
             pending = Path(args.cache_in) / PENDING_FILE
-            ids = (json.loads(pending.read_bytes()) if pending.is_file() else []) + ids
+            if pending.is_file():
+                left = json.loads(pending.read_bytes())
+                if left["after"] != cache.get_seq_length():
+                    raise InputError(
+                        f"{args.cache_in}: {PENDING_FILE} belongs to another state of the cache, as after a run that was "
+                        "killed while saving; delete that file to go on, which loses the last printed character or word"
+                    )
+                ids = left["ids"] + ids
         if not ids:
             raise InputError(f"{args.cache_in}: holds no token still to be read; give --prompt or --prompt-file")
     else:
@@ -300,7 +307,10 @@ def _generate(args: argparse.Namespace) -> None:
     if args.cache_out:
         cache.save_pretrained(args.cache_out)
         # The last token was produced and not read: whoever goes on from the cache feeds it first.
-        (Path(args.cache_out) / PENDING_FILE).write_text(json.dumps(produced[0, -1:].tolist()))
+        left = {"after": cache.get_seq_length(), "ids": produced[0, -1:].tolist()}
+        temporary = Path(args.cache_out) / f".{PENDING_FILE}"
+        temporary.write_text(json.dumps(left))
+        temporary.replace(Path(args.cache_out) / PENDING_FILE)
 
 
 def _check_cache_dir(path: Path) -> None:

@@ -75,16 +75,14 @@ def overridden(model: PreTrainedModel, **overrides: Any) -> Iterator[None]:
         type(config).from_dict({**config.to_dict(), **overrides})
     except Exception as error:  # several classes of error, according to which check of the config failed
         raise InputError.about(", ".join(f"{name}={value}" for name, value in overrides.items()), error) from error
-    # A module may hold a copy of a field.
-    owners = [(owner, name) for name in overrides for owner in [config, *model.modules()] if name in vars(owner)]
-    before = [getattr(owner, name) for owner, name in owners]
+    before = {name: getattr(config, name) for name in overrides}
     try:
-        for owner, name in owners:
-            setattr(owner, name, overrides[name])
+        for name, value in overrides.items():
+            setattr(config, name, value)
         yield
     finally:
-        for (owner, name), value in zip(owners, before, strict=True):
-            setattr(owner, name, value)
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def evaluate(
