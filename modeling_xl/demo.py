@@ -53,6 +53,8 @@ def main() -> int:
     ]
     with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
         without, with_memory = pool.starmap(run, jobs, chunksize=1)
+        pool.close()
+        pool.join()  # leaving the block would kill the processes, which then leave their semaphores behind
     plot({jobs[0][0]: without, jobs[1][0]: with_memory}, output_dir / "memory.png")
     gain = report(without, with_memory)
     print(f"plot: {output_dir / 'memory.png'}, model: {output_dir / 'model'}\n")

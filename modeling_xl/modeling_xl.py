@@ -438,10 +438,7 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
         return XLCausalLMOutput(
             loss=loss,
             logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            aux_loss=outputs.aux_loss,
+            **_passed_on(outputs),
         )
 
 
@@ -450,6 +447,11 @@ def _num_items(chosen, num_items_in_batch):
     if num_items_in_batch is None:
         return chosen.sum().clamp(min=1)
     return num_items_in_batch.to(chosen.device) if isinstance(num_items_in_batch, torch.Tensor) else num_items_in_batch
+
+
+def _passed_on(outputs: XLModelOutput) -> dict:
+    """What every model with a head returns as the base model did."""
+    return {name: getattr(outputs, name) for name in ("cache", "hidden_states", "attentions", "aux_loss")}
 
 
 class XLForSequenceClassification(XLPreTrainedModel):
@@ -483,10 +485,7 @@ class XLForSequenceClassification(XLPreTrainedModel):
         return XLClassifierOutput(
             loss=loss,
             logits=pooled,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            aux_loss=outputs.aux_loss,
+            **_passed_on(outputs),
         )
 
 
@@ -511,10 +510,7 @@ class XLForTokenClassification(XLPreTrainedModel):
         return XLClassifierOutput(
             loss=loss,
             logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            aux_loss=outputs.aux_loss,
+            **_passed_on(outputs),
         )
 
 
@@ -540,8 +536,5 @@ class XLForQuestionAnswering(XLPreTrainedModel):
             loss=loss,
             start_logits=start_logits,
             end_logits=end_logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            aux_loss=outputs.aux_loss,
+            **_passed_on(outputs),
         )
