@@ -6,6 +6,7 @@ Bad input ends with exit code 2 and one line on stderr, a failure with 1.
 import argparse
 import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -135,10 +136,14 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     try:
         args.run(args)
+        sys.stdout.flush()
         return 0
     except InputError as error:
         print(f"modeling-xl {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output has gone; what is left of it must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print(f"modeling-xl {args.command}: interrupted", file=sys.stderr)
         return 130

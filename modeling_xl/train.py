@@ -187,7 +187,8 @@ def train(
         num_bytes += bytes_per_token * block.num_targets * accelerator.num_processes
         recent.append(output.loss.detach())
         if step % SHOW_EVERY == 0 or step == num_steps:
-            bits = float(torch.stack(recent).mean()) / math.log(2) / bytes_per_token
+            loss = accelerator.gather(torch.stack(recent)).mean()
+            bits = float(loss) / math.log(2) / bytes_per_token
             recent = []
             if not math.isfinite(bits):
                 raise FloatingPointError(f"the loss is {bits} at step {step}; lower the learning rate")

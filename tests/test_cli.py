@@ -1,6 +1,8 @@
 """The command `modeling-xl`: what it writes, its exit codes and its one-line errors."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -74,6 +76,31 @@ def test_train_reports_and_saves(capsys, folder, tmp_path):
     assert "trained 19 steps on 304 bytes" in out
     assert "segment 8, memory 4, clamp none, window none, start empty, streams 2" in out
     assert XLForCausalLM.from_pretrained(tmp_path / "new").config.mem_len == 4
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_twice_the_batch(folder, tmp_path):
+    command = ["-m", "modeling_xl.cli", "train", str(folder), "--train-file", str(folder / "text.txt"), "--max-steps", "20"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    runs = {"two": [*torchrun, *command, "--batch-size", "4"], "one": [*command, "--batch-size", "8"]}
+    for name, arguments in runs.items():
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        arguments = [sys.executable, *arguments, "--output-dir", str(tmp_path / name)]
+        subprocess.run(arguments, check=True, timeout=240, env=environment, capture_output=True)
+    two, one = (XLForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in runs)
+    # Sums in another order, through 20 steps of an optimizer that divides by small numbers.
+    assert all(torch.allclose(two[key], one[key], atol=2e-3) for key in one)
+
+
+def test_output_that_nobody_reads_is_no_traceback(folder):
+    command = [sys.executable, "-m", "modeling_xl.cli", "generate", str(folder / "model"), "--prompt", "a"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 class TestEvaluate:
