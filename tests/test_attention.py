@@ -170,6 +170,7 @@ def test_unknown_attention_function_is_named():
 
 
 @pytest.mark.slow  # compiling takes half a minute a scheme
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about its own parts
 @pytest.mark.parametrize("position", POSITION_SCHEMES)
 def test_flex_attention(position):
     """Logits without gradient by the compiled kernel; with gradient on a CPU, where it has no backward pass, by sdpa's."""
