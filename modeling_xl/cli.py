@@ -156,13 +156,15 @@ def main(argv: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def _blaming(what: str) -> Iterator[None]:
     """Errors of a library about what the user named become input errors that name it."""
+    from safetensors import SafetensorError
+
     from .data import InputError
 
     try:
         yield
     except InputError:
         raise
-    except (ValueError, OSError, TypeError, KeyError) as error:
+    except (ValueError, OSError, TypeError, KeyError, SafetensorError) as error:
         raise InputError.about(what, error) from error
 
 

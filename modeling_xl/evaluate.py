@@ -105,6 +105,8 @@ def evaluate(
     not change the result. More streams are faster on short texts, but each starts from an empty memory.
     """
     tokenizer = tokenizer or byte_tokenizer()
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"batch_size={batch_size}: must be at least 1, or None for all streams at once")
     batch_size = min(batch_size or streams, streams)
     config, was_training = model.config, model.training
     begin = time.perf_counter()

@@ -163,7 +163,9 @@ class XLModel(XLPreTrainedModel):
             inputs = self.embed_norm(inputs)
         hidden_states = self.embed_dropout(inputs)
 
-        states: list[list[torch.Tensor]] = [[] for _ in range(len(self.layers) + 1)]
+        # Layer inputs and weights of whole calls are kept only where they are asked for: a call may be a whole book.
+        finished: list[torch.Tensor] = []
+        inputs_of: list[list[torch.Tensor]] = [[] for _ in self.layers]
         weights: list[list[torch.Tensor]] = [[] for _ in self.layers]
         undo_limit = self._undo_limit(work, columns)
         pieces = []
@@ -189,18 +191,20 @@ class XLModel(XLPreTrainedModel):
                 self._check_reentrant(piece)
                 here = hidden_states[:, piece.start : piece.stop]
                 for index, layer in enumerate(self.layers):
-                    states[index].append(here)
+                    if output_hidden_states:
+                        inputs_of[index].append(here)
                     state = work.states[index]
                     if piece.cut is not None and state is not None and layer.self_attn.memory.uses_grid:
                         state = state.detach(None if bool(piece.cut.all()) else piece.cut)
                     here, attended, work.states[index] = layer(here, memory_state=state, piece=piece)
-                    weights[index].append(attended)
-                states[-1].append(here)
+                    if output_attentions:
+                        weights[index].append(attended)
+                finished.append(here)
             plan.write(work, columns, undo_limit)
         else:
-            states[-1].append(hidden_states)
+            finished.append(hidden_states)
             work.columns += columns
-        last = torch.cat(states[-1], 1)
+        last = torch.cat(finished, 1)
         if self.norm is not None:
             last = self.norm(last)
         last = packing.unpack(self.final_dropout(last))
@@ -212,7 +216,7 @@ class XLModel(XLPreTrainedModel):
                 cache.commit(work)
         all_hidden = None
         if output_hidden_states:
-            joined = [torch.cat(layer, 1) if layer else hidden_states for layer in states[:-1]]
+            joined = [torch.cat(layer, 1) if layer else hidden_states for layer in inputs_of]
             all_hidden = (*(packing.unpack(layer) for layer in joined), last)
         return XLModelOutput(
             last_hidden_state=last,

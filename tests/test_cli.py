@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -215,6 +216,18 @@ def test_a_cache_of_another_model_is_refused(capsys, folder, tmp_path):
     code, _, err = run(capsys, "generate", tmp_path / "model", "--cache-in", tmp_path / "cache")
     assert code == 2
     assert "no cache of this model" in err
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "cache/cache.safetensors", "cache/pending.json"])
+def test_a_damaged_file_is_bad_input(capsys, folder, tmp_path, damaged):
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    run(capsys, "generate", model, "--prompt", "a", "--max-new-tokens", 1, "--cache-out", model / "cache")
+    whole = (model / damaged).read_bytes()
+    (model / damaged).write_bytes(whole[: len(whole) // 2])
+    code, out, err = run(capsys, "generate", model, "--cache-in", model / "cache")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
 
 
 def test_a_failure_is_exit_code_1(capsys, folder, monkeypatch):

@@ -191,6 +191,8 @@ class TestEvaluate:
             evaluate(model, tokens + 259, mem_len=3)
         with pytest.raises(InputError, match="mem_len=-1"):
             evaluate(model, tokens, mem_len=-1)
+        with pytest.raises(InputError, match="batch_size=0"):
+            evaluate(model, tokens, batch_size=0)
         assert model.config.to_dict() == before
         assert model.training
 
