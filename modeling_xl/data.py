@@ -100,6 +100,16 @@ class Block:
     def num_targets(self) -> int:
         return self.targets.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
+    def model_inputs(self, device: torch.device) -> dict[str, torch.Tensor | None]:
+        """What a model with a loss is called with, on the device."""
+        mask, targets = self.attention_mask, self.targets.to(device)
+        return {
+            "input_ids": self.input_ids.to(device),
+            "attention_mask": None if mask is None else mask.to(device),
+            "labels": targets,
+            "shift_labels": targets,
+        }
+
 
 class Streams:
     """One text cut into contiguous streams of equal length (to one token), read `block_len` columns at a time.

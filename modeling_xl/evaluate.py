@@ -156,15 +156,7 @@ def _score(model: PreTrainedModel, streams: Streams, rows: slice, carry: bool, b
     """The summed loss, in nats, of the streams `rows`."""
     cache, nats = None, 0.0
     for block in streams.blocks(rows):
-        targets = block.targets.to(model.device)
-        output = model(
-            input_ids=block.input_ids.to(model.device),
-            attention_mask=None if block.attention_mask is None else block.attention_mask.to(model.device),
-            cache=cache,
-            labels=targets,
-            shift_labels=targets,
-            use_cache=carry,
-        )
+        output = model(**block.model_inputs(model.device), cache=cache, use_cache=carry)
         cache = output.cache
         nats += float(output.loss) * block.num_targets
         bar.update(block.num_targets)

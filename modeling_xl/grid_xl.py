@@ -69,7 +69,6 @@ class Piece:
     fillers: torch.Tensor | None
     fresh: torch.Tensor | None
     cut: torch.Tensor | None
-    is_last: bool
     device: torch.device
     mem_len: int
     form: str
@@ -185,7 +184,6 @@ def plan_call(
                 fillers=fillers if bool(fillers.any()) else None,
                 fresh=fresh if start == 0 and bool(fresh.any()) else None,
                 cut=_cut(segment_len, bptt_segments, before, start),
-                is_last=stop == width,
                 device=device,
                 mem_len=cache.mem_len,
                 form=cache.form or "key_value",

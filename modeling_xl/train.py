@@ -169,13 +169,9 @@ def train(
     shown = progress and accelerator.is_main_process
     bar = tqdm(total=num_steps, desc=description, unit="step", disable=None if shown else True)
     for step, block in zip(range(1, num_steps + 1), _passes(streams, rows), strict=False):
-        targets = block.targets.to(accelerator.device)
         output = prepared(
-            input_ids=block.input_ids.to(accelerator.device),
-            attention_mask=None if block.attention_mask is None else block.attention_mask.to(accelerator.device),
+            **block.model_inputs(accelerator.device),
             cache=cache,
-            labels=targets,
-            shift_labels=targets,
             use_cache=carry and not block.is_last,  # no memory is left over for the next pass
         )
         cache = output.cache
