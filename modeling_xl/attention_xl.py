@@ -8,6 +8,7 @@ import math
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -51,18 +52,25 @@ class XLAttention(nn.Module):
         self.memory = MEMORY_MECHANISMS[config.layer_memory_types[layer_idx]](config, layer_idx)
 
     def forward(self, hidden_states, memory_state, piece):
-        """hidden_states (B, t, E) -> output (B, t, E), weights or None, new state of the memory."""
-        output, weights, memory_state = self.memory.attend(self, hidden_states, memory_state, piece)
-        return self.o_proj(output), weights, memory_state
+        """hidden_states (B, t, E) -> output (B, t, E), and the rest of what the memory returns."""
+        output, *others = self.memory.attend(self, hidden_states, memory_state, piece)
+        return self.o_proj(output), *others
 
     def project(self, hidden_states):
         """Queries (B, H, t, D), keys and values (B, heads, t, D) of the piece, not encoded."""
         heads = self.qkv_proj(self.norm(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], 1)
 
-    def project_past(self, hidden_states):
-        """Keys and values (B, heads, U, D) of layer inputs kept in memory, not encoded."""
-        first, hidden_states = self.num_heads * self.head_dim, self.norm(hidden_states)
+    def project_past(self, hidden_states, frozen: bool = False):
+        """Keys and values (B, heads, U, D) of layer inputs kept in memory, not encoded.
+
+        frozen: gradient goes to the layer inputs only, and not to the weights here.
+        """
+        first = self.num_heads * self.head_dim
+        if frozen:
+            projected = _frozen(self.qkv_proj, _frozen(self.norm, hidden_states))[..., first:]
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, 1)
+        hidden_states = self.norm(hidden_states)
         if is_plain(self.qkv_proj):
             bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
             projected = nn.functional.linear(hidden_states, self.qkv_proj.weight[first:], bias)
@@ -166,6 +174,10 @@ class XLAttention(nn.Module):
 
     def _merge(self, output):
         return output.transpose(1, 2).flatten(2)  # (B, t, H * D)
+
+
+def _frozen(module: nn.Module, states):
+    return functional_call(module, {name: parameter.detach() for name, parameter in module.named_parameters()}, (states,))
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -458,10 +458,17 @@ class XLCache(Cache):
         return self
 
     def to(self, *args, **kwargs) -> "XLCache":
-        """Moves floating tensors as `Tensor.to(device, dtype)` does; derived tensors are made anew. Returns the cache."""
+        """Moves everything, and changes the dtype of rows, as `Tensor.to(device, dtype)` does; what has a constant size (sums
+        over the past, sinks) keeps its precision. Derived tensors are made anew. Returns the cache."""
+
+        def moved(tensor):
+            return tensor.to(*args, **kwargs)
+
         for index, state in enumerate(self.states):
             if state is not None:
-                self.states[index] = state._map(lambda tensor: tensor.to(*args, **kwargs))
+                rows = {name: moved(tensor) for name, tensor in state.rows.items()}
+                fixed = {name: tensor.to(moved(tensor).device) for name, tensor in state.fixed.items()}
+                self.states[index] = LayerState(rows, fixed, state.end, state.size)
         dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
         self.dtype = dtype or self.dtype
         self.derived = {}

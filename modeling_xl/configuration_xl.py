@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .memories import MEMORY_MECHANISMS
+from .position_base import PositionScheme
 from .positions import POSITION_SCHEMES
 
 
@@ -36,7 +37,15 @@ class XLConfig(PreTrainedConfig):
     Memory: `memory_type`, one name or a list with one a layer; `segment_len`, tokens of a segment (None: every call is
     one segment); `mem_len`, rows kept of closed segments; `attention_window`, keys a query sees at most, itself included
     (None: no limit); `num_sink_tokens`, first tokens of a row that stay attended for ever; `initial_memory` empty |
-    zeros; `bptt_segments`, segments through which gradient flows back before the one of the loss.
+    zeros; `bptt_segments`, segments through which gradient flows back before the one of the loss. A field applies to the
+    layers whose mechanism knows it, and is refused where none does.
+
+    Compressive memory: `compressed_mem_len`, slots; `compression_rate`, rows a slot; `compression_fn` mean | max | conv |
+    dilated | most_used; `compression_dilation` (dilated); `compression_loss` attention | autoencode | None, added to the
+    loss with the factor `compression_loss_coef` and training the compression only.
+
+    Linear attention: `feature_map` elu | relu | favor; `num_random_features` (favor); `redraw_interval` (favor), training
+    calls after which features are drawn anew (None: never).
 
     Whatever cannot work raises an error that names the field, its value, the rule and the mend (a ValueError, which
     huggingface_hub wraps in its StrictDataclassClassValidationError).
@@ -92,6 +101,15 @@ class XLConfig(PreTrainedConfig):
     num_sink_tokens: int = 0
     initial_memory: str = "empty"
     bptt_segments: int = 0
+    compressed_mem_len: int = 512
+    compression_rate: int = 4
+    compression_fn: str = "conv"
+    compression_dilation: int = 2
+    compression_loss: str | None = "attention"
+    compression_loss_coef: int | float = 1.0
+    feature_map: str = "elu"
+    num_random_features: int = 256
+    redraw_interval: int | None = None
 
     max_position_embeddings: int = 2048
     use_cache: bool = True
@@ -177,9 +195,15 @@ class XLConfig(PreTrainedConfig):
                 _refuse(self, "memory_type", f"is not one of {', '.join(MEMORY_MECHANISMS)}")
         if self.bptt_segments and self.segment_len is None:
             _refuse(self, "bptt_segments", "needs a segment_len: without one every call is a single segment")
-        if self.initial_memory == "zeros" and not any(m.may_start_with_zeros for m in self._mechanisms()):
-            known = ", ".join(name for name, m in MEMORY_MECHANISMS.items() if m.may_start_with_zeros)
-            _refuse(self, "initial_memory", f"means nothing to memory_type={self.memory_type!r}, only to {known}; use 'empty'")
+        for name, nothing, attribute in (
+            ("initial_memory", "empty", "may_start_with_zeros"),
+            ("attention_window", None, "uses_window"),
+            ("num_sink_tokens", 0, "uses_sinks"),
+            ("attention_dropout", 0, "has_weights"),
+        ):
+            if getattr(self, name) != nothing and not any(getattr(m, attribute) for m in self._mechanisms()):
+                known = ", ".join(n for n, mechanism in MEMORY_MECHANISMS.items() if getattr(mechanism, attribute))
+                _refuse(self, name, f"means nothing to memory_type={self.memory_type!r}, only to {known}; use {nothing!r}")
         for name in set(self.layer_memory_types):
             MEMORY_MECHANISMS[name].validate(self)
         self.check_mem_len(self.mem_len)
@@ -214,6 +238,11 @@ class XLConfig(PreTrainedConfig):
         if isinstance(self.memory_type, str):
             return [self.memory_type] * self.num_hidden_layers
         return list(self.memory_type)
+
+    @property
+    def position_scheme(self) -> type[PositionScheme]:
+        """The class that `position_type` names."""
+        return POSITION_SCHEMES[self.position_type]
 
     def _mechanisms(self):
         return [MEMORY_MECHANISMS[name] for name in self.layer_memory_types]

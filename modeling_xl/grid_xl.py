@@ -77,6 +77,7 @@ class Piece:
     history: torch.Tensor | None
     context: PositionContext
     wants_weights: bool = False
+    wants_aux_loss: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -132,17 +133,19 @@ def plan_call(
     position_ids: torch.Tensor | None,
     device: torch.device,
     segment_len: int | None,
+    longest_piece: int | None,
     bptt_segments: int,
     needs_row_lines: bool,
     undo: int,
     context: PositionContext,
     wants_weights: bool,
+    wants_aux_loss: bool,
 ) -> CallPlan:
     """Lays the packed call over the grid of each row.
 
     counts (B,): real tokens a row. document_ids, position_ids: packed (B, T) integers on the CPU, or None.
-    segment_len: None where a call is one piece. needs_row_lines: whether a piece may not cross the segment line of any row
-    (gradient, or a mechanism that asks for it).
+    segment_len: None where there are no lines; then a piece is at most `longest_piece` tokens (None: the call).
+    needs_row_lines: whether a piece may not cross the segment line of any row (gradient, or a mechanism that asks for it).
     """
     before = cache._lengths
     width = int(counts.max())
@@ -159,7 +162,7 @@ def plan_call(
     history = None
     if is_irregular:
         # Rows of zeros that an initial memory puts before the first token are not kept yet.
-        kept = max(cache.most_rows(), cache.mem_len)
+        kept = max(cache.most_rows(), cache.mem_len) + 1  # and the token before those
         history = torch.cat([cache.positions_of_last(kept), encode_positions], 1)
 
     def last_real(values: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -168,7 +171,10 @@ def plan_call(
 
     fresh = before == 0
     pieces = []
-    edges = _edges(segment_len, before, counts, width, needs_row_lines)
+    if segment_len is None:
+        edges = [*range(0, width, longest_piece or width), width]
+    else:
+        edges = _edges(segment_len, before, counts, width, needs_row_lines)
     for start, stop in pairwise(edges):
         fillers = (stop - counts).clamp(0, stop - start)
         here = encode_positions[:, start:stop]
@@ -192,6 +198,7 @@ def plan_call(
                 history=None if history is None else history[:, : history.shape[1] - width + stop],
                 context=replace(context, tables={}),
                 wants_weights=wants_weights,
+                wants_aux_loss=wants_aux_loss,
             )
         )
     row_positions = None
@@ -210,9 +217,9 @@ def plan_call(
     )
 
 
-def _edges(segment: int | None, before, counts, width: int, needs_row_lines: bool) -> list[int]:
+def _edges(segment: int, before, counts, width: int, needs_row_lines: bool) -> list[int]:
     """Columns at which pieces begin and end."""
-    if segment is None or width == 1:
+    if width == 1:
         return [0, width]
     phases = {phase for phase, count in zip((before % segment).tolist(), counts.tolist(), strict=True) if count}
     if needs_row_lines or len(phases) == 1:

@@ -26,8 +26,8 @@ class XLDecoderLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden_states, memory_state=None, piece=None):
-        """hidden_states (B, t, E) -> (B, t, E), attention weights or None, new state of the memory."""
-        attended, weights, memory_state = self.self_attn(hidden_states, memory_state, piece)
+        """hidden_states (B, t, E) -> (B, t, E), new state of the memory, attention weights and auxiliary loss (or None)."""
+        attended, memory_state, weights, aux_loss = self.self_attn(hidden_states, memory_state, piece)
         if self.attention_norm is not None:
             hidden_states = self.attention_norm(hidden_states + self.dropout(attended))
             hidden_states = self.mlp_norm(hidden_states + self.dropout(self.mlp(hidden_states)))
@@ -37,4 +37,4 @@ class XLDecoderLayer(GradientCheckpointingLayer):
         else:
             hidden_states = hidden_states + self.dropout(attended)
             hidden_states = hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
-        return hidden_states, weights, memory_state
+        return hidden_states, memory_state, weights, aux_loss

@@ -6,12 +6,25 @@ tokens of the piece, U kept tokens it looks back to, K = U + t, M mem_len, E hid
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from .cache_xl import LayerState
+
+
+class Attended(NamedTuple):
+    """What a mechanism returns for a piece.
+
+    output (B, t, H * D); state: the new one; weights (B, H, t, s + K) or None; aux_loss (2,): the sum and the number of the
+    terms of a loss of its own, or None.
+    """
+
+    output: torch.Tensor
+    state: LayerState
+    weights: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
 
 
 class MemoryMechanism(nn.Module):
@@ -20,7 +33,8 @@ class MemoryMechanism(nn.Module):
     name: the value of `memory_type`; the file is `memory_<name>.py`.
     uses_grid: whether segments mean anything to it; only then are calls cut and gradients ended at segment lines.
     needs_row_lines: whether a piece must end at the segment line of each row (else only where gradient asks for it).
-    may_start_with_zeros: whether `initial_memory='zeros'` means anything to it.
+    may_start_with_zeros, uses_window, uses_sinks, has_weights: whether `initial_memory='zeros'`, `attention_window`,
+    `num_sink_tokens`, and weights (`attention_dropout`, `output_attentions`) mean anything to it.
     has_two_forms: whether it keeps hidden states with gradient and keys and values without.
     config_fields: fields of its own that a saved state depends on.
     """
@@ -29,6 +43,9 @@ class MemoryMechanism(nn.Module):
     uses_grid: ClassVar[bool] = True
     needs_row_lines: ClassVar[bool] = True
     may_start_with_zeros: ClassVar[bool] = False
+    uses_window: ClassVar[bool] = False
+    uses_sinks: ClassVar[bool] = False
+    has_weights: ClassVar[bool] = False
     has_two_forms: ClassVar[bool] = False
     config_fields: ClassVar[tuple[str, ...]] = ()
 
@@ -66,15 +83,19 @@ class MemoryMechanism(nn.Module):
     def init_parameters(self, std: float) -> None:
         """(Re-)creates parameters that are not modules of torch, and buffers."""
 
-    def attend(self, attention, hidden_states, state: LayerState | None, piece):
+    def before_call(self, is_fresh: bool) -> None:
+        """Told once before each call in training, and not again when layers run anew for the backward pass.
+
+        is_fresh: no row carries a state, so what states depend on may change.
+        """
+
+    def attend(self, attention, hidden_states, state: LayerState | None, piece) -> Attended:
         """One layer's attention over a piece.
 
         attention: the layer's `XLAttention`, which projects (`project`, `project_past`), encodes (`encode`) and computes
         softmax attention (`softmax`). hidden_states (B, t, E): layer inputs, not normalised. state: what this method
-        returned for the tokens before, or None. piece: `grid_xl.Piece`.
-
-        Returns (output (B, t, H * D), weights (B, H, t, s + K) or None, new state). Columns `piece.fillers` are no tokens:
-        they may not enter the state.
+        returned for the tokens before, or None. piece: `grid_xl.Piece`; its columns `fillers` are no tokens and may not
+        enter the state.
         """
         raise NotImplementedError
 
@@ -114,6 +135,7 @@ class RowMemory(MemoryMechanism):
     """Softmax attention over [sinks ; kept tokens ; piece]; `oldest_visible` says which of them a query sees."""
 
     needs_row_lines = False
+    uses_window = uses_sinks = has_weights = True
 
     @classmethod
     def oldest_visible(cls, config, mem_len, positions, call_start=None):
@@ -128,9 +150,9 @@ class RowMemory(MemoryMechanism):
         """`oldest_visible` without regard to a window."""
         raise NotImplementedError
 
-    @property
-    def starts_with_zeros(self) -> bool:
-        return self.may_start_with_zeros and self.config.initial_memory == "zeros"
+    def rows_of_zeros(self, mem_len: int) -> int:
+        """Rows of zeros before the first token."""
+        return mem_len if self.may_start_with_zeros and self.config.initial_memory == "zeros" else 0
 
     def is_hidden(self, piece) -> bool:
         return self.has_two_forms and piece.form == "hidden"
@@ -141,6 +163,7 @@ class RowMemory(MemoryMechanism):
         query, key, value = attention.project(hidden_states)
         context = piece.context
         kept = self.kept_rows(self.config, piece.mem_len) + piece.undo
+        past_key = None
         if self.is_hidden(piece):
             source = {"sink_hidden": hidden_states[:, None]}
             if view.past:
@@ -151,9 +174,10 @@ class RowMemory(MemoryMechanism):
             state = self._append_hidden(state, hidden_states, view, piece)
         else:
             source = {"sink_key": key, "sink_value": value}
+            others = self.rows_beside(hidden_states, key)
             encoded, key = attention.encode(query, key, piece.encode_positions, piece.encode_positions, context)
             keep = int(min(state.size, max(kept, view.past)))
-            state = state.append(keep, 64 + keep // 4, piece.state_dtype, key=key, value=value)
+            state = state.append(keep, 64 + keep // 4, piece.state_dtype, key=key, value=value, **others)
             if view.past or piece.state_dtype is not None:
                 key = state.last("key", view.past + piece.width).to(query.dtype)
                 value = state.last("value", view.past + piece.width).to(query.dtype)
@@ -164,11 +188,26 @@ class RowMemory(MemoryMechanism):
         output, weights = attention.softmax(
             query, encoded, key, value, context, view.mask, view.distances, view.gather_distances, sinks, piece.wants_weights
         )
+        state = self.observe(state, view, piece, query, past_key)
         if piece.fillers is not None:
             state = state.pack(piece.fillers)
+        state, aux_loss = self.close(attention, state, piece)
         if math.isfinite(kept):
             state = state.shrink(int(kept))
-        return output, weights, state
+        return Attended(output, state, weights, aux_loss)
+
+    def rows_beside(self, hidden_states, key) -> dict[str, torch.Tensor]:
+        """Rows (B, heads, t, size) to keep beside keys and values, from layer inputs and keys that are not encoded."""
+        return {}
+
+    def observe(self, state: LayerState, view: "RowView", piece, query, past_key) -> LayerState:
+        """Takes note of the piece's queries (B, H, t, D), not encoded; past_key (B, heads, U, D): keys of the kept rows,
+        not encoded, where they were projected for the piece."""
+        return state
+
+    def close(self, attention, state: LayerState, piece) -> tuple[LayerState, torch.Tensor | None]:
+        """Changes what is kept where a segment has closed; the rows of the state are right-aligned. Also `aux_loss`."""
+        return state, None
 
     def _append_hidden(self, state, hidden_states, view: RowView, piece) -> LayerState:
         needed = view.needed
@@ -184,8 +223,8 @@ class RowMemory(MemoryMechanism):
 
     def _begin(self, attention, hidden_states, state: LayerState, piece) -> LayerState:
         """Puts the rows of zeros, where the config asks for them, before the first token of rows that have none yet."""
-        size = piece.mem_len
-        if piece.fresh is None or not self.starts_with_zeros or not size:
+        size = self.rows_of_zeros(piece.mem_len)
+        if piece.fresh is None or not size:
             return state
         zeros = hidden_states.new_zeros(1, size, hidden_states.shape[-1])
         if self.is_hidden(piece):
@@ -193,8 +232,9 @@ class RowMemory(MemoryMechanism):
         else:
             key, value = attention.project_past(zeros)
             positions = torch.arange(-size, 0)[None]
+            others = self.rows_beside(zeros, key)
             _, key = attention.encode(key[:, :1], key, positions, positions, piece.context)
-            values = {"key": key, "value": value}
+            values = {"key": key, "value": value, **others}
         if not state.rows:
             batch = hidden_states.shape[0]
             rows = {name: row.expand(batch, -1, -1, -1) for name, row in values.items()}
@@ -204,12 +244,12 @@ class RowMemory(MemoryMechanism):
     def _view(self, state: LayerState, piece) -> RowView:
         key = (type(self).name, "view")
         if key not in piece.memo:
-            piece.memo[key] = self._make_view(state, piece)
+            piece.memo[key] = self.make_view(state, piece)
         return piece.memo[key]
 
-    def _make_view(self, state: LayerState, piece) -> RowView:
+    def make_view(self, state: LayerState, piece) -> RowView:
         config, positions = self.config, piece.positions
-        first = -piece.mem_len if self.starts_with_zeros else 0
+        first = -self.rows_of_zeros(piece.mem_len)
 
         def oldest(at):
             found = self.oldest_visible(config, piece.mem_len, at, piece.call_start[:, None])
@@ -247,11 +287,14 @@ class RowMemory(MemoryMechanism):
             query_positions=piece.encode_positions,
             key_positions=key_positions,
             needed=int(needed),
-            sinks=self._view_sinks(oldest(piece.positions), piece) if config.num_sink_tokens else None,
+            sinks=self.view_sinks(oldest(piece.positions), piece) if config.num_sink_tokens else None,
         )
 
-    def _view_sinks(self, oldest, piece) -> SinkView:
-        """Sinks stand in the slots just before the oldest visible key; one that is still visible itself is no sink yet."""
+    def view_sinks(self, oldest, piece, between: int | torch.Tensor = 0) -> SinkView:
+        """Sinks stand in the slots just before the oldest visible key; one that is still visible itself is no sink yet.
+
+        oldest (B, t): oldest token each query sees as itself. between (B, 1): how many keys stand before that token.
+        """
         if piece.is_irregular:
             raise ValueError(
                 "num_sink_tokens > 0 does not go with position_ids that skip positions: a sink's distance is counted in "
@@ -260,7 +303,7 @@ class RowMemory(MemoryMechanism):
         count = self.config.num_sink_tokens
         slots = torch.arange(count)
         hidden = oldest.clamp(0, count)  # sinks before the oldest visible key
-        relative = piece.positions - oldest + hidden  # position of the query if sink j stood at j
+        relative = piece.positions - oldest + hidden + between  # position of the query if sink j stood at j
         visible = (slots < hidden[:, :, None]) & (piece.document_start <= 0)[:, :, None]
         column = slots[None] - piece.positions[:, :1]
         real = piece.width - (piece.fillers if piece.fillers is not None else 0)

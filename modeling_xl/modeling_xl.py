@@ -18,6 +18,7 @@ from .generation_xl import XLGenerationMixin, accepts_cache_aliases, check_cache
 from .grid_xl import Packing, plan_call
 from .head_xl import Projection, XLHead, make_embedding, make_head, resized_embedding, tied_weights
 from .layer_xl import XLDecoderLayer
+from .memory_base import MemoryMechanism
 from .outputs_xl import XLCausalLMOutput, XLClassifierOutput, XLModelOutput, XLQuestionAnsweringOutput
 from .position_base import PositionContext
 from .positions import POSITION_SCHEMES
@@ -26,6 +27,10 @@ logger = logging.get_logger(__name__)
 
 # How far back a recording cache can go at least, a segment if that is longer; up to 4 times as far after a longer call.
 LEAST_UNDO = 64
+
+# Without segments and without gradient, a call is worked on in pieces of this length: what a layer holds meanwhile does not
+# grow with the text.
+LONGEST_PIECE = 1024
 
 
 class XLPreTrainedModel(PreTrainedModel):
@@ -53,6 +58,12 @@ class XLPreTrainedModel(PreTrainedModel):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    def _with_aux(self, loss, outputs, share=1.0):
+        """The loss with that of the mechanisms, as the config weighs it. share: this call's part of the loss's divisor."""
+        if loss is None or outputs.aux_loss is None:
+            return loss
+        return loss + outputs.aux_loss.to(loss.device) * (self.config.compression_loss_coef * share)
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
         """As in Transformers; with clusters the last one grows or shrinks, and the cutoffs stay."""
@@ -167,8 +178,11 @@ class XLModel(XLPreTrainedModel):
         finished: list[torch.Tensor] = []
         inputs_of: list[list[torch.Tensor]] = [[] for _ in self.layers]
         weights: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        aux_terms: torch.Tensor | None = None  # their sum and number
         undo_limit = self._undo_limit(work, columns)
         pieces = []
+        # Asked here: where layers are checkpointed, gradient may be off while they run.
+        learns = self.training and torch.is_grad_enabled()
         if packing.width:
             plan = plan_call(
                 work,
@@ -177,16 +191,22 @@ class XLModel(XLPreTrainedModel):
                 self._per_token("position_ids", position_ids, packing),
                 device=hidden_states.device,
                 segment_len=self.config.segment_len if self._uses_grid else None,
+                longest_piece=None if self._uses_grid or torch.is_grad_enabled() else LONGEST_PIECE,
                 bptt_segments=self.config.bptt_segments,
                 needs_row_lines=torch.is_grad_enabled() or any(m.needs_row_lines for m in self._mechanisms),
                 undo=int(undo_limit) if math.isfinite(undo_limit) else 0,
                 context=self._position_context(work),
                 wants_weights=bool(output_attentions),
+                wants_aux_loss=learns,
             )
             pieces = plan.pieces
             if use_cache and cache is not None:
                 self._warn_of_open_segment(plan)
             work.states = [None if state is None else state.detach() for state in work.states]
+            if learns:
+                for mechanism in self.modules():
+                    if isinstance(mechanism, MemoryMechanism):
+                        mechanism.before_call(is_fresh=not bool(work.lengths.any()))
             for piece in pieces:
                 self._check_reentrant(piece)
                 here = hidden_states[:, piece.start : piece.stop]
@@ -196,7 +216,9 @@ class XLModel(XLPreTrainedModel):
                     state = work.states[index]
                     if piece.cut is not None and state is not None and layer.self_attn.memory.uses_grid:
                         state = state.detach(None if bool(piece.cut.all()) else piece.cut)
-                    here, attended, work.states[index] = layer(here, memory_state=state, piece=piece)
+                    here, work.states[index], attended, terms = layer(here, memory_state=state, piece=piece)
+                    if terms is not None:
+                        aux_terms = terms if aux_terms is None else aux_terms + terms.to(aux_terms.device)
                     if output_attentions:
                         weights[index].append(attended)
                 finished.append(here)
@@ -223,6 +245,7 @@ class XLModel(XLPreTrainedModel):
             cache=cache if use_cache else None,
             hidden_states=all_hidden,
             attentions=self._join_weights(weights, pieces, packing) if output_attentions else None,
+            aux_loss=None if aux_terms is None else aux_terms[0] / aux_terms[1].clamp(min=1),
         )
 
     def _setting(self, name: str, value):
@@ -434,6 +457,11 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
             raised = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
             summed = nn.functional.cross_entropy(raised, targets.flatten(), ignore_index=ignore_index, reduction="sum")
             loss = summed / _num_items(targets != ignore_index, num_items_in_batch)
+        if targets is not None and num_items_in_batch is not None:
+            share = (targets != ignore_index).sum() / _num_items(targets, num_items_in_batch)
+            loss = self._with_aux(loss, outputs, share)
+        else:
+            loss = self._with_aux(loss, outputs)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if logits is not None:
             logits = logits[:, keep]
@@ -487,7 +515,7 @@ class XLForSequenceClassification(XLPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=pooled, config=self.config)
         return XLClassifierOutput(
-            loss=loss,
+            loss=self._with_aux(loss, outputs),
             logits=pooled,
             **_passed_on(outputs),
         )
@@ -512,7 +540,7 @@ class XLForTokenClassification(XLPreTrainedModel):
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config)
         return XLClassifierOutput(
-            loss=loss,
+            loss=self._with_aux(loss, outputs),
             logits=logits,
             **_passed_on(outputs),
         )
@@ -537,7 +565,7 @@ class XLForQuestionAnswering(XLPreTrainedModel):
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
         return XLQuestionAnsweringOutput(
-            loss=loss,
+            loss=self._with_aux(loss, outputs),
             start_logits=start_logits,
             end_logits=end_logits,
             **_passed_on(outputs),

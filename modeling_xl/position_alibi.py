@@ -24,6 +24,7 @@ class AlibiPosition(PositionScheme):
 
     name = "alibi"
     has_bias = True
+    decays = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -40,6 +41,9 @@ class AlibiPosition(PositionScheme):
                 f"alibi_slopes={slopes} must hold num_attention_heads={config.num_attention_heads} finite numbers >= 0; "
                 "give one slope a head, or None for the published slopes."
             )
+
+    def decay_rates(self) -> list[float]:
+        return self.slopes
 
     def bias(self, query, distances, context: PositionContext) -> DistanceBias:
         dtype = torch.promote_types(query.dtype, torch.float32)

@@ -52,10 +52,14 @@ class PositionScheme(nn.Module):
 
     name: the value of `position_type`; the file is `position_<name>.py`.
     has_bias: whether `bias` returns anything.
+    decays: whether the bias is -rate d with a rate for each head (`decay_rates`), so that a sum over the past can decay.
+    rotates: whether `encode` is a rotation by the position, so that it can turn anything in place of queries and keys.
     """
 
     name: ClassVar[str]
     has_bias: ClassVar[bool] = False
+    decays: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -76,6 +80,10 @@ class PositionScheme(nn.Module):
     def far_distance(cls, config) -> int | None:
         """The distance from which on the bias no longer changes; None if it never stops changing."""
         return None
+
+    def decay_rates(self) -> list[float]:
+        """The rate of each head, where the scheme `decays`."""
+        raise NotImplementedError
 
     def init_parameters(self, std: float) -> None:
         """(Re-)creates the parameters that are not modules of torch, normal with `std`."""

@@ -87,6 +87,7 @@ class RopePosition(PositionScheme):
     """q, k -> R(position) q, R(position) k. Angles from integer positions in float64, rounded once at the end."""
 
     name = "rope"
+    rotates = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -22,6 +22,11 @@ def sinusoid(distances: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Te
     return torch.cat([angles.sin(), angles.cos()], -1)[:, :size].to(distances.device, dtype)
 
 
+# Distances are projected so many at a time where the result is kept. Kernels round by the shape of a product, and a table
+# made anew after a state was loaded must have the numbers of the one that grew.
+TABLE_BLOCK = 64
+
+
 class XLBiases(nn.Module):
     """u and v, (H, D) each, where all layers share them (`untie_r=False`)."""
 
@@ -87,8 +92,9 @@ class XLPosition(PositionScheme):
         made_from, table = context.derived.get(key, (None, None))
         if table is None or made_from != stamp or table.shape[1] < count:
             size = count if table is None else int(max(count, min(2 * table.shape[1], context.derived_limit)))
+            size = -(-size // TABLE_BLOCK) * TABLE_BLOCK
             run = torch.arange(size - 1, -1, -1, device=distances.device)
-            table = self._project(run, context)
+            table = torch.cat([self._project(part, context) for part in run.split(TABLE_BLOCK)], 1)
             context.derived[key] = (stamp, table)
         return table[:, table.shape[1] - count :]
 

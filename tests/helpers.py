@@ -1,8 +1,11 @@
 """Tiny models and ways to feed them, shared by the tests."""
 
+import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from modeling_xl import XLConfig, XLForCausalLM
+from modeling_xl.memories import MEMORY_MECHANISMS
 
 SIZES = {
     "vocab_size": 97,
@@ -13,6 +16,9 @@ SIZES = {
     "intermediate_size": 20,
     "segment_len": 5,
     "mem_len": 7,
+    "compressed_mem_len": 4,
+    "compression_rate": 2,
+    "num_random_features": 11,
 }
 
 # Settings of DESIGN's grid, each with the values a query's view depends on: memory longer and shorter than a segment, none at
@@ -31,10 +37,54 @@ SETTINGS = {
     "zeros_window": {"initial_memory": "zeros", "attention_window": 6},
     "zeros_sinks": {"initial_memory": "zeros", "num_sink_tokens": 2},
 }
+# Choices of one mechanism. Rates that do not divide what leaves the memory keep a remainder.
+SETTINGS_OF = {
+    "compressive": {
+        "remainder": {"compression_rate": 3, "segment_len": 7, "compressed_mem_len": 3},
+        "one_line_of_slots": {"mem_len": 5, "compressed_mem_len": 2},
+        "mean": {"compression_fn": "mean", "compression_loss": None},
+        "max_remainder": {"compression_fn": "max", "compression_loss": None, "compression_rate": 3},
+        "dilated": {"compression_fn": "dilated", "compression_rate": 3, "segment_len": 9, "mem_len": 10},
+        "most_used": {"compression_fn": "most_used", "compression_loss": None, "compressed_mem_len": 5},
+        "most_used_zeros": {"compression_fn": "most_used", "compression_loss": None, "initial_memory": "zeros"},
+        "autoencode": {"compression_loss": "autoencode"},
+    },
+    "linear": {"relu": {"feature_map": "relu"}, "favor": {"feature_map": "favor"}},
+}
 
 
 def tiny_config(**changes) -> XLConfig:
+    memory = changes.get("memory_type", "recurrence")
+    if "linear" in (memory if isinstance(memory, list) else [memory]):
+        # Distances from which on the bias is constant, well inside the texts of the tests.
+        if changes.get("position_type", "xl") == "xl":
+            changes = {"clamp_len": 6, **changes}
+        changes = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, **changes}
     return XLConfig(**{**SIZES, **changes})
+
+
+def fits(memory: str, **setting) -> bool:
+    """Whether the setting means anything to the mechanism; what the config refuses is tested where it is refused."""
+    mechanism = MEMORY_MECHANISMS[memory]
+    if {"mem_len", "segment_len"} & set(setting) and not mechanism.uses_grid:
+        return False
+    try:
+        tiny_config(memory_type=memory, **setting)
+    except (ValueError, StrictDataclassError):
+        return False
+    return True
+
+
+def memory_cases(*names):
+    """pytest parameters (memory, setting): all settings, or the named ones, that mean something to each mechanism."""
+    found = []
+    for memory in MEMORY_MECHANISMS:
+        own = SETTINGS_OF.get(memory, {})
+        chosen = {**SETTINGS, **own} if not names else {name: {**SETTINGS, **own}.get(name) for name in names}
+        for name, setting in chosen.items():
+            if setting is not None and fits(memory, **setting):
+                found.append(pytest.param(memory, setting, id=f"{memory}-{name}"))
+    return found
 
 
 def tiny_model(dtype=torch.float64, seed=0, attn_implementation="sdpa", **changes) -> XLForCausalLM:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import SETTINGS, biggest, feed, ids_for, random_splits, tiny_model
+from helpers import biggest, feed, fits, ids_for, memory_cases, random_splits, tiny_model
 from reference import dense_pass
 
 from modeling_xl.memories import MEMORY_MECHANISMS
@@ -11,20 +11,8 @@ from modeling_xl.positions import POSITION_SCHEMES
 # float64: sums in another order, over at most 3 layers. float32: the same in 2^-24, logits of size ~10.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 LENGTH = 37
-
-
-def cases(*names):
-    """Mechanism and setting, for all settings or the named ones; without those that mean nothing to the mechanism."""
-    found = []
-    for memory, mechanism in MEMORY_MECHANISMS.items():
-        for name in names or SETTINGS:
-            setting = SETTINGS[name]
-            if "initial_memory" in setting and not mechanism.may_start_with_zeros:
-                continue
-            if {"mem_len", "segment_len"} & set(setting) and not mechanism.uses_grid:
-                continue
-            found.append(pytest.param(memory, setting, id=f"{memory}-{name}"))
-    return found
+# Settings that differ in what padding, batching and documents touch.
+SOME = ("plain", "window", "sinks", "zeros", "remainder", "dilated", "most_used", "favor")
 
 
 def check_feeding(model, form: str, seed: int, dtype):
@@ -43,7 +31,7 @@ def check_feeding(model, form: str, seed: int, dtype):
 
 @pytest.mark.parametrize("form", ["key_value", "hidden"])
 @pytest.mark.parametrize("position", POSITION_SCHEMES)
-@pytest.mark.parametrize(("memory", "setting"), cases())
+@pytest.mark.parametrize(("memory", "setting"), memory_cases())
 def test_any_split_equals_dense_pass(memory, setting, position, form):
     model = tiny_model(position_type=position, memory_type=memory, **setting)
     check_feeding(model, form, seed=len(position), dtype=torch.float64)
@@ -91,7 +79,7 @@ def test_every_call_is_a_segment(start, window):
 
 @pytest.mark.parametrize("form", ["key_value", "hidden"])
 @pytest.mark.parametrize("position", POSITION_SCHEMES)
-@pytest.mark.parametrize(("memory", "setting"), cases("plain", "window", "sinks", "zeros"))
+@pytest.mark.parametrize(("memory", "setting"), memory_cases(*SOME))
 def test_padding_and_batching_change_nothing(memory, setting, position, form):
     """Rows of different lengths, padded anywhere, fed in random pieces, out of phase: each as the row alone."""
     model = tiny_model(position_type=position, memory_type=memory, **setting)
@@ -118,7 +106,7 @@ def test_padding_and_batching_change_nothing(memory, setting, position, form):
 
 
 @pytest.mark.parametrize("position", POSITION_SCHEMES)
-@pytest.mark.parametrize(("memory", "setting"), cases("plain", "window", "sinks", "zeros"))
+@pytest.mark.parametrize(("memory", "setting"), memory_cases(*SOME))
 def test_documents_see_themselves_only(memory, setting, position):
     model = tiny_model(position_type=position, memory_type=memory, **setting)
     generator = torch.Generator().manual_seed(11)
@@ -174,7 +162,8 @@ def test_positions_that_skip(memory, position):
 @pytest.mark.parametrize("memory", MEMORY_MECHANISMS)
 def test_hidden_states_and_attentions(memory):
     """hidden_states are the layer inputs; attentions cover the rows attended at the call's start and the call."""
-    model = tiny_model(memory_type=memory, attn_implementation="eager", num_sink_tokens=2)
+    sinks = 2 if fits(memory, num_sink_tokens=2) else 0
+    model = tiny_model(memory_type=memory, attn_implementation="eager", num_sink_tokens=sinks)
     ids = ids_for(model, 2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, 12:19] = 0
@@ -193,11 +182,14 @@ def test_hidden_states_and_attentions(memory):
         _, inputs = dense_pass(model, ids[row, real])
         for layer, expected in enumerate(inputs):
             assert biggest(output.hidden_states[layer][row, real[11:]], expected[11:]) < 1e-9
-    before = 11 if memory == "none" else 8  # memory of 7 and one token of the open segment
+    if memory == "linear":  # it has no weights
+        assert output.attentions == (None,) * model.config.num_hidden_layers
+        return
+    before = {"none": 11, "recurrence": 8, "compressive": 10}[memory]  # 2 of 11 tokens in a slot
     for weights in output.attentions:
-        assert weights.shape == (2, 4, 19, 2 + before + 19)
+        assert weights.shape == (2, 4, 19, sinks + before + 19)
         sums = weights.sum(-1)
         assert biggest(sums, mask[:, None, 11:].expand_as(sums).to(sums.dtype)) < 1e-12
         future = torch.triu(torch.ones(19, 19, dtype=torch.bool), 1)
-        assert not weights[..., 2 + before :][..., future].any()
-        assert not weights[1, :, :, 2 + before :][..., mask[1, 11:] == 0].any()
+        assert not weights[..., sinks + before :][..., future].any()
+        assert not weights[1, :, :, sinks + before :][..., mask[1, 11:] == 0].any()

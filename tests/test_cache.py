@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from modeling_xl import XLCache, XLForCausalLM
-from modeling_xl.memories import MEMORY_MECHANISMS
 from modeling_xl.positions import POSITION_SCHEMES
 
 MEMORIES = [
@@ -20,6 +19,20 @@ MEMORIES = [
     pytest.param({"initial_memory": "zeros", "num_sink_tokens": 2, "attention_window": 6}, id="zeros_sinks_window"),
     pytest.param({"segment_len": None}, id="no_grid"),
     pytest.param({"memory_type": ["recurrence", "none", "recurrence"]}, id="mixture"),
+    pytest.param({"memory_type": "compressive", "position_type": "rope"}, id="compressive"),
+    pytest.param(
+        {
+            "memory_type": "compressive",
+            "compression_fn": "most_used",
+            "compression_loss": None,
+            "initial_memory": "zeros",
+            "num_sink_tokens": 2,
+        },
+        id="compressive_most_used_zeros_sinks",
+    ),
+    pytest.param({"memory_type": "linear", "feature_map": "favor"}, id="linear_band"),
+    pytest.param({"memory_type": "linear", "position_type": "alibi"}, id="linear_decay"),
+    pytest.param({"memory_type": ["linear", "compressive", "recurrence"], "position_type": "t5"}, id="mixture_of_three"),
 ]
 FORMS = pytest.mark.parametrize("gradient", [False, True], ids=["key_value", "hidden"])
 
@@ -97,6 +110,13 @@ def test_cache_of_another_kind_is_refused(tmp_path):
     with torch.no_grad():
         ids, cache = filled(model)
     cache.save_pretrained(tmp_path)
+    folding = tiny_model(memory_type="compressive")
+    for field, value in {"compressed_mem_len": 9, "compression_rate": 3, "compression_fn": "dilated"}.items():
+        with pytest.raises(ValueError, match=field):
+            folding(ids).cache.check_config(tiny_config(memory_type="compressive", **{field: value}))
+    summing = tiny_model(memory_type="linear")
+    with pytest.raises(ValueError, match="feature_map"):
+        summing(ids).cache.check_config(tiny_config(memory_type="linear", feature_map="relu"))
     for field, value in {
         "num_hidden_layers": 2,
         "head_dim": 8,
@@ -174,7 +194,8 @@ def test_a_failed_call_leaves_the_cache_as_it_was(model):
                 raise RuntimeError("broken")
 
         # In the middle of a call where it has several pieces: by then earlier pieces have written to the buffers.
-        pieces = 2 if "recurrence" in model.config.layer_memory_types and model.config.segment_len else 1
+        has_lines = {"recurrence", "compressive"} & set(model.config.layer_memory_types) and model.config.segment_len
+        pieces = 2 if has_lines else 1
         handle = broken.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="broken"):
             model(ids[:, :30], cache=cache)
@@ -232,7 +253,19 @@ def test_dtype_halves_the_state():
     assert all(t.dtype == torch.float64 for state in moved.states for t in state.tensors())
 
 
-@pytest.mark.parametrize("changes", [{"attention_window": 6}, {}, {"segment_len": None}, {"num_sink_tokens": 3}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_window": 6},
+        {},
+        {"segment_len": None},
+        {"num_sink_tokens": 3},
+        {"memory_type": "compressive"},
+        {"memory_type": "linear"},
+        {"memory_type": ["linear", "linear", "recurrence"]},
+    ],
+    ids=str,
+)
 def test_size_does_not_grow_with_the_text(changes):
     model = tiny_model(dtype=torch.float32, **changes)
     ids = ids_for(model, 1, 900)
@@ -245,7 +278,7 @@ def test_size_does_not_grow_with_the_text(changes):
     assert max(sizes) <= max(sizes[:40]) + 4 * 3 * 2 * 2 * 6 * 200  # room for one piece in each of 3 layers
 
 
-@pytest.mark.parametrize("memory", MEMORY_MECHANISMS)
+@pytest.mark.parametrize("memory", ["none", "recurrence"])
 @FORMS
 def test_roll_back(memory, gradient):
     """crop takes the tokens of the last call back; what follows is as if they had never been fed."""
@@ -274,6 +307,29 @@ def test_roll_back(memory, gradient):
         whole_calls = tiny_model(segment_len=None)
         with pytest.raises(ValueError, match="segment_len=None"):
             whole_calls(ids).cache.crop(-1)
+
+
+@pytest.mark.parametrize("memory", ["compressive", "linear", ["recurrence", "recurrence", "linear"]], ids=str)
+def test_folded_tokens_cannot_be_taken_back(memory):
+    model = tiny_model(memory_type=memory)
+    cache = model(ids_for(model, 1, 9)).cache
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="folds tokens into its state"):
+        cache.crop(-2)
+
+
+def test_sums_keep_their_precision():
+    """A state that sums over the whole past is float32 at least, whatever the dtype of the model and of the rows."""
+    for position in ("rope", "t5"):
+        model = tiny_model(dtype=torch.bfloat16, position_type=position, memory_type="linear")
+        ids = ids_for(model, 2, 40)
+        with torch.no_grad():
+            cache = XLCache(model.config, dtype=torch.bfloat16)
+            model(ids, cache=cache)
+            for state in [*cache.states, *cache.to(torch.float16).states]:
+                assert {t.dtype for t in state.fixed.values()} == {torch.float32}
+            assert {t.dtype for state in cache.states for t in state.rows.values()} <= {torch.float16}
+            assert model(ids, cache=cache).logits.isfinite().all()
 
 
 def test_outputs_answer_to_three_names():

@@ -62,6 +62,25 @@ REFUSED = [
     ({"position_type": "rope", "rope_parameters": {"rope_theta": -1.0}}, "rope_theta"),
     ({"position_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor"),
     ({"position_type": "rope", "head_dim": 7}, "head_dim=7"),
+    ({"memory_type": "compressive", "mem_len": 4}, "mem_len=4 must be at least segment_len=5"),
+    ({"memory_type": "compressive", "segment_len": None}, "segment_len=None must be set"),
+    ({"memory_type": "compressive", "attention_window": 6}, "attention_window=6 means nothing to .*only to none, recurrence"),
+    ({"memory_type": "compressive", "compressed_mem_len": 1}, "compressed_mem_len=1 must be at least .* = 2"),
+    ({"memory_type": "compressive", "compressed_mem_len": 0}, "compressed_mem_len=0"),
+    ({"memory_type": "compressive", "compression_rate": 0}, "compression_rate=0"),
+    ({"memory_type": "compressive", "compression_fn": "median"}, "compression_fn='median' is not one of mean, max, conv"),
+    ({"memory_type": "compressive", "compression_dilation": 0}, "compression_dilation=0"),
+    ({"memory_type": "compressive", "compression_loss": "bptt"}, "compression_loss='bptt'"),
+    ({"memory_type": "compressive", "compression_fn": "mean"}, "compression_loss='attention' has nothing to train"),
+    ({"memory_type": "compressive", "compression_loss_coef": -1}, "compression_loss_coef=-1"),
+    ({"memory_type": "linear", "feature_map": "softplus"}, "feature_map='softplus' is not one of elu, relu, favor"),
+    ({"memory_type": "linear", "attention_window": 6}, "attention_window=6 means nothing to"),
+    ({"memory_type": "linear", "num_sink_tokens": 1}, "num_sink_tokens=1 means nothing to"),
+    ({"memory_type": "linear", "initial_memory": "zeros"}, "initial_memory='zeros' means nothing to"),
+    ({"memory_type": "linear", "attention_dropout": 0.1}, "attention_dropout=0.1 means nothing to"),
+    ({"memory_type": "linear", "clamp_len": None}, "position_type='xl' needs a distance .* Set clamp_len"),
+    ({"memory_type": "linear", "num_random_features": 0}, "num_random_features=0"),
+    ({"memory_type": "linear", "redraw_interval": 0}, "redraw_interval=0"),
 ]
 
 
@@ -80,7 +99,11 @@ def test_wrong_types_name_the_field(wrong):
 
 
 @pytest.mark.parametrize("position", POSITION_SCHEMES)
-@pytest.mark.parametrize("memory", [*MEMORY_MECHANISMS, ["none", "recurrence", "none"]], ids=[*MEMORY_MECHANISMS, "mixture"])
+@pytest.mark.parametrize(
+    "memory",
+    [*MEMORY_MECHANISMS, ["none", "recurrence", "none"], ["linear", "compressive", "recurrence"]],
+    ids=[*MEMORY_MECHANISMS, "mixture", "mixture_of_three"],
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_round_trip(memory, position, tied, tmp_path):
     """Every field, every weight and the logits after save and load through the Auto classes."""
@@ -89,10 +112,11 @@ def test_round_trip(memory, position, tied, tmp_path):
         position_type=position,
         memory_type=memory,
         tie_word_embeddings=tied,
-        attention_window=9,
         untie_r=tied,
         bptt_segments=2,
-        num_sink_tokens=1,
+        feature_map="favor",
+        **({"num_sink_tokens": 1} if memory != "linear" else {}),
+        **({"attention_window": 9} if memory not in ("linear", "compressive") else {}),
     )
     model.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)

@@ -20,6 +20,7 @@ MODELS = [
     pytest.param({"num_sink_tokens": 2, "attention_window": 4, "position_type": "rope"}, id="rope-sinks_window"),
     pytest.param({"initial_memory": "zeros"}, id="xl-zeros"),
     pytest.param({"cutoffs": [20, 60], "div_val": 2}, id="xl-adaptive"),
+    pytest.param({"memory_type": ["linear", "linear", "recurrence"], "feature_map": "favor"}, id="xl-mixture"),
 ]
 
 
@@ -132,6 +133,10 @@ def test_sampling_is_the_same_with_and_without_cache(model):
 
 
 def test_assisted_and_prompt_lookup(model):
+    if not model.config.can_roll_back:
+        with pytest.raises(ValueError, match="folds tokens into its state"):
+            generate(model, ids_for(model, 1, 9), prompt_lookup_num_tokens=3)
+        return
     ids = torch.cat([ids_for(model, 1, 6)] * 4, 1)  # repeats, so that look-up finds candidates
     expected = greedy(model, ids)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=4), expected)

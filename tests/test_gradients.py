@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers import biggest, ids_for, tiny_config, tiny_model
+from helpers import biggest, ids_for, memory_cases, tiny_config, tiny_model
+from reference import dense_pass
 from transformers.utils import logging
 
 from modeling_xl import XLCache, XLForCausalLM
@@ -22,8 +23,7 @@ def worst(found, expected) -> float:
 
 
 @pytest.mark.parametrize("position", POSITION_SCHEMES)
-@pytest.mark.parametrize("memory", MEMORY_MECHANISMS)
-@pytest.mark.parametrize("setting", [{}, {"attention_window": 4}, {"num_sink_tokens": 2}], ids=["plain", "window", "sinks"])
+@pytest.mark.parametrize(("memory", "setting"), memory_cases("plain", "window", "sinks"))
 def test_sdpa_equals_eager(memory, position, setting):
     """Logits and every gradient, with padding and documents, over several segments."""
     results = []
@@ -133,8 +133,11 @@ def test_checkpointing_keeps_memory(memory, use_reentrant):
     assert worst(found[1][1], found[0][1]) < 1e-12
     assert torch.equal(found[0][2].lengths, found[1][2].lengths)
     for plain, checkpointed in zip(found[0][2].states, found[1][2].states, strict=True):
+        for name in plain.fixed:
+            assert biggest(plain.fixed[name], checkpointed.fixed[name]) < 1e-12
         for name in plain.rows:
-            assert torch.equal(plain.last(name, plain.size), checkpointed.last(name, checkpointed.size))
+            count = min(plain.size, checkpointed.size)  # without gradient more is left than is needed
+            assert biggest(plain.last(name, count), checkpointed.last(name, count)) < 1e-12
 
 
 def test_reentrant_checkpointing_is_refused_where_it_would_lose_gradient():
@@ -151,7 +154,7 @@ def gradients_or_backward(model, loss):
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("memory", MEMORY_MECHANISMS)
+@pytest.mark.parametrize("memory", ["none", "recurrence"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -190,6 +193,58 @@ def test_max_context_is_exact(memory, changes):
         reached = grad[0].abs().sum(-1).nonzero()[:, 0]
         farthest = max(farthest, query - int(reached.min()))
     assert farthest == reach
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compression_fn": "mean"},
+        {"compression_fn": "max", "mem_len": 5, "compressed_mem_len": 2},
+        {"compression_rate": 3, "segment_len": 6, "mem_len": 6, "compressed_mem_len": 2},
+        {"compression_rate": 3, "segment_len": 7, "mem_len": 8, "compressed_mem_len": 3},
+        {"compression_fn": "dilated", "compression_rate": 3, "segment_len": 9, "mem_len": 9, "compressed_mem_len": 4},
+        {"num_hidden_layers": 1},
+        {"memory_type": ["compressive", "recurrence"], "num_hidden_layers": 2},
+    ],
+    ids=str,
+)
+def test_max_context_of_compressive_memory_is_exact(changes):
+    """No gradient reaches what a slot was made from, so tokens are changed one by one and logits compared."""
+    trained = changes.get("compression_fn", "conv") in ("conv", "dilated")
+    changes = {
+        "memory_type": "compressive",
+        "num_hidden_layers": 2,
+        "compression_loss": "attention" if trained else None,
+        **changes,
+    }
+    model = tiny_model(**changes)
+    config, length = model.config, model.config.segment_len
+    reach = config.max_context
+    memory, rate = config.mem_len, config.compression_rate
+    is_even = not (memory % length or memory % rate or length % rate)
+    if is_even and isinstance(config.memory_type, str) and config.compression_fn != "dilated":
+        span = memory + rate * config.compressed_mem_len
+        assert reach == (config.num_hidden_layers - 1) * length * -(-span // length) + span + length - 1
+    total = reach + 4 * length
+    embedded = model.model.embed(ids_for(model, 1, total)).detach()
+    changed = embedded.expand(total, -1, -1).clone()
+    changed[torch.arange(total), torch.arange(total)] += 3 * torch.randn(total, embedded.shape[-1], dtype=torch.float64)
+    with torch.no_grad():
+        logits, other = model(inputs_embeds=embedded).logits, model(inputs_embeds=changed).logits
+    differs = (logits - other).abs().amax(-1) > 1e-9  # row: the token changed; column: the query. Below: rounding
+    apart = torch.arange(total)[None] - torch.arange(total)[:, None]
+    assert int(apart[differs].max()) == reach
+
+
+def test_linear_attention_reaches_everything():
+    for position in POSITION_SCHEMES:
+        model = tiny_model(position_type=position, memory_type="linear", num_hidden_layers=1, alibi_slopes=[0.1] * 4)
+        assert model.config.max_context == math.inf
+        ids = ids_for(model, 1, 200)
+        other = ids.clone()
+        other[0, 0] = (ids[0, 0] + 1) % 97
+        assert (model(ids).logits[0, -1] != model(other).logits[0, -1]).all()
 
 
 def test_max_context_of_unbounded_memories():
@@ -251,3 +306,93 @@ def test_adaptive_training_computes_what_labels_need():
     expected = torch.nn.functional.nll_loss(scored.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert biggest(scored.logits.exp().sum(-1), torch.ones(2, 11).double()) < 1e-12
     assert biggest(scored.loss, expected) < 1e-12 and biggest(output.loss, expected) < 1e-12
+
+
+FUNCTIONS = pytest.mark.parametrize("function", ["conv", "dilated"])
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("kind", ["attention", "autoencode"])
+def test_auxiliary_loss_trains_the_compression_only(function, kind):
+    """Its gradient reaches the compression and nothing else, and the loss of the text reaches everything else only."""
+    model = tiny_model(memory_type="compressive", compression_fn=function, compression_loss=kind).train()
+    ids = ids_for(model, 2, 31)
+    output = model(ids, labels=ids)
+    own = {name for name, _ in model.named_parameters() if "compression" in name}
+    names = [name for name, _ in model.named_parameters()]
+    assert len(own) == 3 * (3 if kind == "autoencode" else 2)
+    by_aux = dict(zip(names, gradients_of(model, output.aux_loss), strict=True))
+    by_text = dict(zip(names, gradients_of(model, output.loss - output.aux_loss), strict=True))
+    for name in names:
+        assert (by_aux[name] is not None and bool(by_aux[name].any())) == (name in own), name
+        assert by_text[name] is None or bool(by_text[name].any()) == (name not in own), name
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    output.loss.backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad and not torch.equal(parameter, before[name])
+
+
+def gradients_of(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
+
+
+def test_auxiliary_loss_is_a_mean():
+    """Its size depends neither on the number of layers, nor of segments, nor of rows; pads and phases change nothing."""
+    model = tiny_model(memory_type="compressive", num_hidden_layers=1).train()
+    ids = ids_for(model, 3, 50)
+    rows = [model(ids[row : row + 1, :n]).aux_loss.item() for row, n in enumerate((50, 23, 31))]
+    evictions = [sum(1 for k in range(1, n // 5 + 1) if max(0, 5 * k - 7) // 2 > max(0, 5 * k - 12) // 2) for n in (50, 23, 31)]
+    mask = (torch.arange(50)[None] < torch.tensor([[50], [23], [31]])).long()
+    for way in (mask, mask.flip(1)):
+        text = torch.stack([ids[row].roll(0 if way is mask else 50 - n) for row, n in enumerate((50, 23, 31))])
+        together = model(text, attention_mask=way).aux_loss.item()
+        expected = sum(loss * count for loss, count in zip(rows, evictions, strict=True)) / sum(evictions)
+        assert abs(together - expected) < 1e-12
+    deeper = tiny_model(memory_type=["compressive", "recurrence", "recurrence"]).train()
+    assert 0.2 < deeper(ids).aux_loss.item() / model(ids).aux_loss.item() < 5
+
+
+def test_auxiliary_loss_where_there_is_none():
+    model = tiny_model(memory_type="compressive").train()
+    ids = ids_for(model, 2, 9)
+    output = model(ids[:, :4], labels=ids[:, :4])
+    assert output.aux_loss.item() == 0 and all(g is not None for g in gradients_of(model, output.loss))
+    model.eval()
+    assert model(ids).aux_loss is None  # evaluation measures the text only
+    assert tiny_model(memory_type="compressive", compression_loss=None).train()(ids).aux_loss is None
+    assert tiny_model().train()(ids).aux_loss is None
+
+
+def test_auxiliary_loss_is_weighed():
+    """By the coefficient, and with num_items_in_batch by the call's part of the items, so that accumulated steps add up."""
+    model = tiny_model(memory_type="compressive", compression_loss_coef=0.25).train()
+    ids = ids_for(model, 2, 31)
+    output = model(ids, labels=ids)
+    plain = tiny_model(memory_type="compressive", compression_loss_coef=0).train()(ids, labels=ids)
+    assert abs((output.loss - plain.loss - 0.25 * output.aux_loss).item()) < 1e-12
+    part = model(ids, labels=ids, num_items_in_batch=240)
+    assert abs((part.loss - output.loss * 60 / 240).item()) < 1e-12
+
+
+@pytest.mark.parametrize("position", POSITION_SCHEMES)
+@pytest.mark.parametrize("feature_map", ["elu", "relu", "favor"])
+def test_linear_attention_has_the_gradient_of_all_pairs(position, feature_map, monkeypatch):
+    """In blocks, recomputed or not, with padding and documents: the gradient of the dense pass of each row."""
+    monkeypatch.setattr("modeling_xl.linear_xl.BLOCK", 8)
+    model = tiny_model(position_type=position, memory_type="linear", feature_map=feature_map)
+    ids = ids_for(model, 2, 37)
+    mask = torch.ones_like(ids)
+    mask[1, 9:20] = 0
+    documents = torch.zeros_like(ids)
+    documents[0, 14:] = 1
+    logits = model(ids, attention_mask=mask, document_ids=documents).logits
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=logits.dtype)
+    found = gradients(model, (logits * direction * mask[..., None]).sum())
+    total = 0
+    for row in range(2):
+        real = mask[row].bool()
+        dense, _ = dense_pass(model, ids[row, real], documents=documents[row, real])
+        total = total + (dense * direction[row, real]).sum()
+    assert worst(found, gradients(model, total)) < 1e-9

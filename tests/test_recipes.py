@@ -7,7 +7,7 @@ from helpers import biggest, feed, ids_for, random_splits, tiny_config, tiny_mod
 from modeling_xl import XLCache, XLConfig, XLForCausalLM
 from modeling_xl.cache_xl import LayerState
 from modeling_xl.memories import MEMORY_MECHANISMS
-from modeling_xl.memory_base import MemoryMechanism
+from modeling_xl.memory_base import Attended, MemoryMechanism
 from modeling_xl.position_base import DistanceBias, PositionScheme
 from modeling_xl.positions import POSITION_SCHEMES
 
@@ -56,7 +56,7 @@ class RunningMean(MemoryMechanism):
         sums = total[:, :, None] + (value * real).cumsum(2)
         counts = (piece.positions + 1).to(value)[:, None, :, None]
         output = sums / counts * torch.sigmoid(self.gate)[:, None, None]
-        return output.transpose(1, 2).flatten(2), None, LayerState(fixed={"total": sums[:, :, -1]})
+        return Attended(output.transpose(1, 2).flatten(2), LayerState(fixed={"total": sums[:, :, -1]}))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ ORDER = [
     {"attention_xl", "feedforward_xl"},
     {"positions", "memories", "softmax_xl"},
     {"position_*", "memory_*"},
+    {"compression_xl", "feature_maps_xl", "linear_xl"},
     {"position_base", "memory_base"},
     {"outputs_xl"},
     {"cache_xl"},
