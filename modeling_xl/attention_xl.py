@@ -177,7 +177,9 @@ class XLAttention(nn.Module):
 
 
 def _frozen(module: nn.Module, states):
-    return functional_call(module, {name: parameter.detach() for name, parameter in module.named_parameters()}, (states,))
+    """The module's output, as if none of its parameters were trained."""
+    held = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return functional_call(module, held, (states,))
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ class EluFeatures(FeatureMap):
     """elu(x) + 1 (Katharopoulos et al., "Transformers are RNNs", ICML 2020, eq. 7)."""
 
     def query(self, query):
-        return functional.elu(query) + 1
+        return functional.elu(query).add_(1)
 
 
 class ReluFeatures(FeatureMap):

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
@@ -199,38 +200,39 @@ class Bias(Weighing):
     def __init__(self, text: Text, dtype: torch.dtype, bias: DistanceBias, groups: int):
         super().__init__(text, dtype)
         self.groups = groups
-        self.table = bias.table.to(dtype)  # of the distances F, F - 1, ... 0
+        # Of the distances F, F - 1, ... 0; one more entry for keys that are not seen.
+        self.table = bias.table.to(dtype)
         self.queries = None if bias.query is None else bias.query.to(dtype).split(BLOCK, 2)
+        self.far = self.table.shape[1] - 1
 
     def __call__(self, number: int, block: Block) -> Weights:
-        text, far = self.text, self.table.shape[1] - 1
+        text = self.text
         seen = super().__call__(number, block)
-        index = text.once(lambda b: far - text.distances(b).clamp(max=far).to(self.device), block, "index")
         by_distance = self.table[None, :, None]  # (B or 1, H, C or 1, F + 1)
         if self.queries is not None:
             by_distance = self.queries[number] @ self.table.transpose(1, 2)
-        batch, heads = max(by_distance.shape[0], index.shape[0]), by_distance.shape[1]
-        shape = (batch, heads, *index.shape[1:])
-        local = by_distance.expand(*shape[:3], -1).gather(-1, index[:, None].expand(shape))
         state = by_distance[..., :1]
-        visible = text.mask(block)
-        if visible is None:
-            visible = text.once(lambda b: _causal(b), block, "mask")
-        hidden = ~visible[:, None].to(self.device)
-        largest = local.detach().masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
-        sees_state = text.sees_state(block)[:, None, :, None].to(self.device)
-        counted = state.detach().masked_fill(~sees_state, -torch.inf)
-        largest = torch.maximum(largest, counted)
-        local = (local - largest).exp().masked_fill(hidden, 0.0)
-        state = (state - largest).masked_fill(~sees_state, -torch.inf).exp()
+        index = text.once(self._index, block, "index")
+        shape = (max(by_distance.shape[0], index.shape[0]), by_distance.shape[1], *index.shape[1:])
+        by_distance = functional.pad(by_distance, (0, 1), value=-torch.inf)
+        local = by_distance.expand(*shape[:3], -1).gather(-1, index[:, None].expand(shape))
+        largest = local.detach().amax(-1, keepdim=True)
+        sees_state = text.sees_state(block)
+        if not bool(sees_state.all()):
+            state = state.masked_fill(~sees_state[:, None, :, None].to(self.device), -torch.inf)
+        largest = torch.maximum(largest, state.detach())
+        local, state = (local - largest).exp(), (state - largest).exp()
         local, state = (weights.unflatten(1, (self.groups, -1)) for weights in (local, state))
         return Weights(local, state, seen.entering, seen.decay)
 
-
-def _causal(block: Block) -> torch.Tensor:
-    """(1, C, K), true where visible."""
-    queries, keys = block.stop - block.start, block.last - block.first
-    return torch.ones(1, queries, keys, dtype=torch.bool).tril(keys - queries)
+    def _index(self, block: Block) -> torch.Tensor:
+        """(B or 1, C, K): where in the table each key's bias stands."""
+        mask = self.text.mask(block)
+        if mask is None:
+            queries, keys = block.stop - block.start, block.last - block.first
+            mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        index = self.far - self.text.distances(block).clamp(max=self.far)
+        return torch.where(mask, index, self.far + 1).to(self.device)
 
 
 def windows(tensor: torch.Tensor, cuts: list[int]):

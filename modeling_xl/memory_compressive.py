@@ -11,6 +11,7 @@ Legend: B batch, H heads, t tokens of a piece, K keys, L segment_len, M mem_len,
 size, n evicted rows.
 """
 
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -21,6 +22,33 @@ from .compression_xl import COMPRESSIONS, Decompression, MostUsed
 from .memory_base import RowMemory, RowView
 
 LOSSES = ("attention", "autoencode")
+
+
+@dataclass
+class Group:
+    """Rows of the batch from which the same number of rows n leaves: their numbers (b,), and for what leaves the columns in
+    the state and the positions, (b, n)."""
+
+    chosen: torch.Tensor
+    column: torch.Tensor
+    position: torch.Tensor
+
+
+@dataclass
+class Closing:
+    """What happens at the end of a piece, the same in every layer. Empty where no segment closes.
+
+    closes (B, 1): rows of the batch whose segment does. rows (B, 1): what each holds afterwards beside slots. slots, made:
+    most slots held afterwards, and made now. source (B, height): for each row of the new state one of the old, or, counted
+    on behind these, of those that are made.
+    """
+
+    closes: torch.Tensor | None = None
+    groups: list[Group] = field(default_factory=list)
+    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 1, dtype=torch.long))
+    slots: int = 0
+    made: int = 0
+    source: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
 
 
 class Compressive(RowMemory):
@@ -248,44 +276,72 @@ class Compressive(RowMemory):
         return state.with_fixed(usage=usage)
 
     def close(self, attention, state, piece):
-        config, rate, device = self.config, self.config.compression_rate, piece.device
-        after = piece.lengths[:, None]
-        segments = after // config.segment_len
-        closes = (after % config.segment_len == 0) & (after > piece.positions[:, :1])
-        before = torch.where(closes, segments - 1, segments)  # segments closed before this moment
-        rows, slots = self._counts(piece.mem_len, before, after)
-        evicted = self._evicted(config, piece.mem_len, segments) - self._evicted(config, piece.mem_len, before)  # (B, 1)
-        learns = piece.wants_aux_loss and config.compression_loss is not None
-        total = None
-        if learns:  # its gradient is zero where nothing was evicted, and not missing
-            total = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros((), device=device))
-        count = 0
-        made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # rows of the batch, slots' rows, their places
+        closing = self._closing(state, piece)
+        learns = piece.wants_aux_loss and self.config.compression_loss is not None
         usage = state.fixed.get("usage")
-        for number in sorted(set(evicted[closes].tolist()) - {0}):
-            chosen = (closes & (evicted == number))[:, 0].nonzero()[:, 0]
-            column = state.size - rows[chosen] + torch.arange(number)  # (b, n)
-            position = after[chosen] - rows[chosen] + torch.arange(number)
-            here = chosen.to(device)
-            hidden = state.last("hidden", state.size)[:, 0].detach()
-            old = hidden[here].gather(1, column.to(device)[..., None].expand(-1, -1, hidden.shape[-1]))
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []  # for each group the slots' rows and where in the old ones they lay
+        total, count = None, 0
+        if learns:  # its gradient is zero where nothing was evicted, and not missing
+            total = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros((), device=piece.device))
+        for group in closing.groups:
+            hidden = state.last("hidden", state.size)[group.chosen, 0].detach()
+            old = hidden.gather(1, group.column[..., None].expand(-1, -1, hidden.shape[-1]))
             with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
                 if usage is not None:
-                    kept = cast(MostUsed, self.compression).choose(usage[here, :number])
+                    kept = cast(MostUsed, self.compression).choose(usage[group.chosen, : old.shape[1]])
                     new = old.gather(1, kept[..., None].expand(-1, -1, old.shape[-1]))
-                    place = position.gather(1, kept.cpu())
                 else:
-                    new, place = self.compression(old), position[:, ::rate]
+                    new, kept = self.compression(old), group.column[:, :0]
             if total is not None:
-                total = total + self._loss(attention, hidden[here, -config.segment_len :], old, new)
-                count += len(chosen)
-            made.append((chosen, new.detach(), place))
+                total = total + self._loss(attention, hidden[:, -self.config.segment_len :], old, new)
+                count += len(old)
+            made.append((new.detach(), kept))
         aux_loss = None if total is None else torch.stack([total, torch.full_like(total, count)])
-        if usage is not None:
-            state = state.with_fixed(usage=usage.masked_fill(closes.to(device), 0.0))
+        if usage is not None and closing.closes is not None:
+            state = state.with_fixed(usage=usage.masked_fill(closing.closes, 0.0))
         if made:
-            state = self._with_slots(attention, state, piece, made, rows, slots, evicted)
+            state = self._with_slots(attention, state, piece, closing, made)
         return state, aux_loss
+
+    def _closing(self, state: LayerState, piece) -> Closing:
+        """Made once for all layers: they hold as many rows."""
+        key = (self.name, "closing", state.size)
+        if key in piece.memo:
+            return piece.memo[key]
+        config, rate, device, size = self.config, self.config.compression_rate, piece.device, state.size
+        after = piece.lengths[:, None]
+        closes = (after % config.segment_len == 0) & (after > piece.positions[:, :1])
+        closing = piece.memo[key] = Closing()
+        if not bool(closes.any()):
+            return closing
+        closing.closes = closes.to(device)
+        segments = after // config.segment_len
+        before = segments - closes.long()  # segments closed until now
+        rows, slots = self._counts(piece.mem_len, before, after)
+        evicted = self._evicted(config, piece.mem_len, segments) - self._evicted(config, piece.mem_len, before)  # (B, 1)
+        for number in sorted(set(evicted.flatten().tolist()) - {0}):
+            chosen = (evicted == number)[:, 0].nonzero()[:, 0]
+            first = rows[chosen]
+            closing.groups.append(
+                Group(
+                    chosen=chosen.to(device),
+                    column=(size - first + torch.arange(number)).to(device),
+                    position=(after[chosen] - first + torch.arange(number)).to(device),
+                )
+            )
+        number = evicted // rate
+        closing.rows = rows - evicted
+        most_slots = (slots + number).clamp(max=config.compressed_mem_len)
+        closing.slots, closing.made = int(most_slots.max()), int(number.max())
+        height = int(closing.rows.max()) + closing.slots
+        # Each row of the new state comes from a row of the old one, or from behind it, where the new slots are put. Age 0
+        # is the newest; the slots' ages follow the rows'.
+        age = torch.arange(height - 1, -1, -1)[None]
+        slot_age = age - closing.rows
+        from_old = size - 1 - torch.where(slot_age < 0, age, rows + slot_age - number)
+        source = torch.where((slot_age >= 0) & (slot_age < number), size + closing.made - 1 - slot_age, from_old)
+        closing.source = source.clamp(0, size + closing.made - 1).to(device)
+        return closing
 
     def _loss(self, attention, segment, old, new):
         """Sum over the rows of the batch of the mean squared difference between what the segment reads from the old rows
@@ -300,58 +356,40 @@ class Compressive(RowMemory):
         difference = difference.to(torch.promote_types(difference.dtype, torch.float32))
         return difference.square().flatten(1).mean(1).sum()
 
-    def _with_slots(self, attention, state: LayerState, piece, made, rows, slots, evicted) -> LayerState:
-        """The state with the new rows as the newest slots and without what was evicted.
+    def _with_slots(self, attention, state: LayerState, piece, closing: Closing, made) -> LayerState:
+        """The state with the new rows as the newest slots and without what was evicted."""
 
-        rows, slots, evicted (B, 1): held before, and leaving.
-        """
-        rate, device = self.config.compression_rate, piece.device
-        batch, size = len(rows), state.size
-        most = max(new.shape[1] for _, new, _ in made)
-        number = evicted // rate
-        after_rows, after_slots = rows - evicted, (slots + number).clamp(max=self.config.compressed_mem_len)
-        height = int(after_rows.max() + after_slots.max())
-        # Each row of the new state comes from a row of the old one, or from behind it, where the new slots are put. Age 0
-        # is the newest; the slots' ages follow the rows'.
-        age = torch.arange(height - 1, -1, -1)[None]
-        slot_age = age - after_rows
-        from_old = size - 1 - torch.where(age < after_rows, age, rows + slot_age - number)
-        source = torch.where((slot_age >= 0) & (slot_age < number), size + most - 1 - slot_age, from_old)
-        source = source.clamp(0, size + most - 1).to(device)  # (B, height)
+        def moved(name: str, parts):
+            """The rows of that name, (B, heads, height, size); parts: those of the new slots for each group."""
+            tensor = state.last(name, state.size)
+            new = tensor.new_zeros(*tensor.shape[:2], closing.made, tensor.shape[3])
+            for group, part in zip(closing.groups, parts, strict=True):
+                new[group.chosen, :, closing.made - part.shape[2] :] = part.to(new.dtype)
+            index = closing.source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+            return torch.cat([tensor, new], 2).gather(2, index)
 
-        def moved(tensor, new):
-            joined = torch.cat([tensor, new.to(tensor.dtype)], 2)
-            return joined.gather(2, source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
-
-        def spread(parts, like):
-            """Parts for some rows of the batch, right-aligned: (B, ..., most, size)."""
-            whole = like.new_zeros(*like.shape[:-2], most, like.shape[-1])
-            for (chosen, _, _), part in zip(made, parts, strict=True):
-                whole[chosen.to(device), ..., most - part.shape[-2] :, :] = part.to(whole.dtype)
-            return whole
-
-        hidden = state.last("hidden", size)
-        new_rows = {"hidden": moved(hidden, spread([new[:, None] for _, new, _ in made], hidden))}
+        rows = {"hidden": moved("hidden", [new[:, None] for new, _ in made])}
         fixed = dict(state.fixed)
         if self.compression.chooses:
-            place = fixed.get("place", torch.zeros(batch, self.config.compressed_mem_len, dtype=torch.long, device=device))
-            for chosen, _, kept in made:
-                here = chosen.to(device)
-                kept = kept.to(device)
-                place = place.index_copy(0, here, torch.cat([place[here], kept], 1)[:, -place.shape[1] :])
+            place = fixed.get("place")
+            if place is None:
+                place = torch.zeros(rows["hidden"].shape[0], self.config.compressed_mem_len, dtype=torch.long).to(piece.device)
+            for group, (_, kept) in zip(closing.groups, made, strict=True):
+                longer = torch.cat([place[group.chosen], group.position.gather(1, kept)], 1)
+                place = place.index_copy(0, group.chosen, longer[:, -place.shape[1] :])
             fixed["place"] = place
         if not self.is_hidden(piece):
-            projected = [attention.project_past(new) for _, new, _ in made]
+            projected = [attention.project_past(new) for new, _ in made]
             for name, part in (("content_key", 0), ("value", 1), ("key", 0)):
                 if name in state.rows:
-                    tensor = state.last(name, size)
-                    new_rows[name] = moved(tensor, spread([parts[part] for parts in projected], tensor))
-            new_rows["key"] = self._encoded(attention, new_rows, piece, after_rows, int(after_slots.max()))
-        return LayerState(new_rows, fixed, height, height)
+                    rows[name] = moved(name, [parts[part] for parts in projected])
+            rows["key"] = self._encoded(attention, rows, piece, closing)
+        height = rows["hidden"].shape[2]
+        return LayerState(rows, fixed, height, height)
 
-    def _encoded(self, attention, rows, piece, after_rows, most: int):
-        """The rows' keys with those of the `most` newest slots encoded where they stand now: just before the oldest row."""
-        key = rows["key"]
+    def _encoded(self, attention, rows, piece, closing: Closing):
+        """The rows' keys with those of the slots encoded where they stand now: just before the oldest row."""
+        key, after_rows, most = rows["key"], closing.rows, closing.slots
         column = key.shape[2] - after_rows - torch.arange(most, 0, -1)[None]  # (B, most)
         if piece.is_irregular:
             fillers = piece.positions[:, -1:] + 1 - piece.lengths[:, None]  # since the row's last token

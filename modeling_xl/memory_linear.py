@@ -12,6 +12,7 @@ Legend: B batch, H heads, G heads of the state, t tokens of the piece, U kept ro
 """
 
 import torch
+from torch.nn import functional
 
 from .cache_xl import LayerState
 from .feature_maps_xl import FEATURE_MAPS, make_feature_map
@@ -101,7 +102,7 @@ class LinearAttention(MemoryMechanism):
                 norm = norm[..., 0]
             else:
                 # The normaliser is one more channel of the values, which are all 1.
-                value = torch.nn.functional.pad(value, (0, 1), value=1.0)
+                value = functional.pad(value, (0, 1), value=1.0)
                 output, sums = blockwise(encoded, key, value, torch.cat([sums, norm[..., None]], -1), text, weigh)
                 output, total = output[..., :-1], output[..., -1:]
                 sums, norm = sums[..., :-1], sums[..., -1]

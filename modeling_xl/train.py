@@ -181,7 +181,10 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         num_bytes += bytes_per_token * block.num_targets * accelerator.num_processes
-        recent.append(output.loss.detach())
+        text_loss = output.loss.detach()
+        if output.aux_loss is not None:
+            text_loss = text_loss - config.compression_loss_coef * output.aux_loss.detach()
+        recent.append(text_loss)
         if step % SHOW_EVERY == 0 or step == num_steps:
             loss = accelerator.gather(torch.stack(recent)).mean()
             bits = float(loss) / math.log(2) / bytes_per_token

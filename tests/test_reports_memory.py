@@ -272,12 +272,12 @@ class TestC13:
         def watch(memory):
             close = type(memory)._with_slots
 
-            def with_slots(attention, state, piece, made, *counts):
+            def with_slots(attention, state, piece, closing, made):
                 if replayed:
-                    made = [(chosen, replayed.pop(0), place) for chosen, _, place in made]
+                    made = [(replayed.pop(0), number) for _, number in made]
                 else:
-                    kept.extend(new for _, new, _ in made)
-                return close(memory, attention, state, piece, made, *counts)
+                    kept.extend(new for new, _ in made)
+                return close(memory, attention, state, piece, closing, made)
 
             monkeypatch.setattr(memory, "_with_slots", with_slots)
 
