@@ -1,9 +1,10 @@
-"""Does each mechanism learn, with each position scheme? Trains 28 small byte-level models on the same bytes, with the same
+"""Does each mechanism learn, with each position scheme? Trains 35 small byte-level models on the same bytes, with the same
 sizes and the same number of steps, and compares them on the first 100,000 bytes of a held-out file.
 
     python benchmarks/learning.py --train FILE... --valid FILE --output-dir DIR [--only 'recurrence-*' none-xl-0] [--jobs 2]
 
-Runs are named memory-position-seed: 4 mechanisms x 5 schemes, seeds 0 and 1 for xl and rope, seed 0 for the others. Each has
+Runs are named memory-position-seed: 4 mechanisms x 5 schemes, seeds 0 and 1 for xl and rope, seed 0 for the others. In the
+runs `linear_restarted` streams begin anew every 1,920 tokens, in training and in evaluation. Each run has
 a process and a thread of its own, prints a line when it is done and leaves DIR/<name>.json; the same command again does only
 what is missing or was made with other settings. At the end come the tables of bits per byte, and of parameters and seconds.
 
@@ -55,7 +56,9 @@ MEMORIES: dict[str, dict[str, Any]] = {
         "compression_fn": "conv",
     },
     "linear": {"segment_len": SEGMENT, "feature_map": "elu"},
+    "linear_restarted": {"segment_len": SEGMENT, "feature_map": "elu"},
 }
+STREAM_LEN = {"linear_restarted": 1920}
 POSITIONS: dict[str, dict[str, Any]] = {"xl": {"clamp_len": 64}, "t5": {}, "rope": {}, "alibi": {}, "none": {}}
 NAMES = [
     f"{memory}-{position}-{seed}"
@@ -131,7 +134,13 @@ def texts_of(train_files: list[str], valid_file: str, steps: int) -> tuple[torch
 def settings_of(name: str, steps: int, text_digests: list[str]) -> dict[str, Any]:
     """All that the result of the run `name` depends on, and a hash of it. Raises InputError where the config refuses it."""
     memory, position, seed = name.split("-")
-    config = {**SIZES, **MEMORIES[memory], **POSITIONS[position], "memory_type": memory, "position_type": position}
+    config = {
+        **SIZES,
+        **MEMORIES[memory],
+        **POSITIONS[position],
+        "memory_type": memory.split("_")[0],
+        "position_type": position,
+    }
     try:
         XLConfig(**config)
     except Exception as error:  # several classes of error, according to which check of the config failed
@@ -141,6 +150,7 @@ def settings_of(name: str, steps: int, text_digests: list[str]) -> dict[str, Any
     training = TrainingSettings(
         max_steps=steps,
         batch_size=STREAMS * SEGMENT // config["segment_len"],
+        stream_len=STREAM_LEN.get(memory),
         learning_rate=3e-3,
         warmup_steps=100,
         seed=int(seed),
@@ -152,7 +162,7 @@ def settings_of(name: str, steps: int, text_digests: list[str]) -> dict[str, Any
         "train_text": text_digests[0],
         "valid_text": text_digests[1],
         "valid_bytes": VALID_BYTES,
-        "valid_streams": VALID_STREAMS,
+        "valid_streams": round(VALID_BYTES / STREAM_LEN[memory]) if memory in STREAM_LEN else VALID_STREAMS,
     }
     return {**settings, "hash": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]}
 
@@ -183,7 +193,7 @@ def run(settings: dict[str, Any], train_files: list[str], valid_file: str, folde
     begin = time.perf_counter()
     model = new_model(XLConfig(**settings["config"]), tokenizer, training.seed)
     trained = train(model, tokens, training, tokenizer)
-    evaluated = evaluate(model, valid, tokenizer, streams=VALID_STREAMS)
+    evaluated = evaluate(model, valid, tokenizer, streams=settings["valid_streams"])
     result = {
         "bits_per_byte": evaluated.bits_per_byte,
         "training_bits_per_byte": trained.bits_per_byte,

@@ -62,6 +62,7 @@ def linear(position: str, feature_map: str, length: int):
             longest_piece=None,
             bptt_segments=0,
             needs_row_lines=False,
+            kept_rows=0,
             undo=0,
             context=model._position_context(cache),
             wants_weights=False,

@@ -200,8 +200,10 @@ class XLCache(Cache):
         self.derived: dict[Any, tuple[Any, torch.Tensor]] = {}
         self.columns = 0
         self._lengths = torch.zeros(0, dtype=torch.long)
-        # Position at which each row's current document begins, its id, and whether it was given one.
+        # Position at which each row's current document begins, by how much the positions that entered attention ran ahead of
+        # the count of tokens there, its id, and whether it was given one.
         self.document_start = torch.zeros(0, dtype=torch.long)
+        self.document_shift = torch.zeros(0, dtype=torch.long)
         self.document_id = torch.zeros(0, dtype=torch.long)
         self.has_document_id = torch.zeros(0, dtype=torch.bool)
         # Position id each row's next token has if its positions go on by one (-1: none seen yet), and by how much the
@@ -216,6 +218,7 @@ class XLCache(Cache):
     _COUNTERS: ClassVar[tuple[str, ...]] = (
         "_lengths",
         "document_start",
+        "document_shift",
         "document_id",
         "has_document_id",
         "next_position_id",

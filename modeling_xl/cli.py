@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--max-steps", type=count, metavar="N", help="steps (default: one pass over the text)")
     train.add_argument("--max-bytes", type=count, metavar="N", help="stop after this much text")
     train.add_argument("--batch-size", type=count, metavar="B", help="parallel streams a process")
+    train.add_argument("--stream-len", type=count, metavar="N", help="start from an empty memory after so many tokens")
     train.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment, instead of the config's")
     train.add_argument("--mem-len", type=count_or_0, metavar="M", help="tokens of memory, instead of the config's")
     train.add_argument("--learning-rate", type=positive, metavar="X", help="peak of the cosine schedule")

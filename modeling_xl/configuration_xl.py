@@ -275,10 +275,10 @@ class XLConfig(PreTrainedConfig):
         """`max_context` for another memory length."""
         if self.num_sink_tokens:
             return math.inf
-        # Far enough into a text that its beginning bounds nothing; one query for each place in a segment. The oldest token
-        # seen never moves back when the query moves on, so following it from the last layer down finds the farthest.
-        segment = self.segment_len or 1
-        start = positions = torch.arange(segment, device="cpu") + 2**40 * segment
+        # Far enough into a text that its beginning bounds nothing; one query for each place in the pattern. The oldest
+        # token seen never moves back when the query moves on, so following it from the last layer down finds the farthest.
+        span = math.lcm(*(mechanism.pattern_len(self) for mechanism in self._mechanisms()))
+        start = positions = torch.arange(span, device="cpu") + 2**40 // span * span
         for mechanism in reversed(self._mechanisms()):
             oldest = mechanism.oldest_visible(self, mem_len, positions)
             if oldest is None:

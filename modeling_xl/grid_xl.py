@@ -54,9 +54,10 @@ class Piece:
 
     positions (B, t): tokens of the row before each one; a row that has ended goes on counting, unseen by what is real.
     encode_positions (B or 1, t): what enters the position scheme. document_start (B, t): position at which the token's
-    document begins. call_start (B,): positions at the call's start. lengths (B,): tokens of each row after the piece.
-    fillers (B,): columns at the end of the piece that are no token, or None. fresh (B,): rows without any token before the
-    piece, on the first piece of a call, or None. cut (B,): rows whose gradient ends before the piece, or None.
+    document begins. in_document (B, t): what enters the position scheme where it must count from there. call_start (B,):
+    positions at the call's start. lengths (B,): tokens of each row after the piece. fillers (B,): columns at the end of the
+    piece that are no token, or None. fresh (B,): rows without any token before the piece, on the first piece of a call, or
+    None. cut (B,): rows whose gradient ends before the piece, or None.
     """
 
     start: int
@@ -64,6 +65,7 @@ class Piece:
     positions: torch.Tensor
     encode_positions: torch.Tensor
     document_start: torch.Tensor
+    in_document: torch.Tensor
     call_start: torch.Tensor
     lengths: torch.Tensor
     fillers: torch.Tensor | None
@@ -107,6 +109,7 @@ class CallPlan:
     pieces: list[Piece]
     lengths: torch.Tensor
     document_start: torch.Tensor
+    document_shift: torch.Tensor
     document_id: torch.Tensor
     has_document_id: torch.Tensor
     next_position_id: torch.Tensor
@@ -118,7 +121,7 @@ class CallPlan:
         if self.row_positions is not None:
             self.row_positions = self.row_positions[:, max(0, self.row_positions.shape[1] - cache.most_rows()) :]
         cache._lengths = self.lengths
-        cache.document_start = self.document_start
+        cache.document_start, cache.document_shift = self.document_start, self.document_shift
         cache.document_id, cache.has_document_id = self.document_id, self.has_document_id
         cache.next_position_id, cache.position_shift = self.next_position_id, self.position_shift
         cache.row_positions = self.row_positions
@@ -136,6 +139,7 @@ def plan_call(
     longest_piece: int | None,
     bptt_segments: int,
     needs_row_lines: bool,
+    kept_rows: int,
     undo: int,
     context: PositionContext,
     wants_weights: bool,
@@ -146,6 +150,7 @@ def plan_call(
     counts (B,): real tokens a row. document_ids, position_ids: packed (B, T) integers on the CPU, or None.
     segment_len: None where there are no lines; then a piece is at most `longest_piece` tokens (None: the call).
     needs_row_lines: whether a piece may not cross the segment line of any row (gradient, or a mechanism that asks for it).
+    kept_rows: most rows that a mechanism with a bounded number keeps.
     """
     before = cache._lengths
     width = int(counts.max())
@@ -161,9 +166,14 @@ def plan_call(
     encode_positions = positions + shift
     history = None
     if is_irregular:
-        # Rows of zeros that an initial memory puts before the first token are not kept yet.
-        kept = max(cache.most_rows(), cache.mem_len) + 1  # and the token before those
+        # Rows of zeros that an initial memory puts before the first token are not kept yet; and the token before them all.
+        kept = max(cache.most_rows(), kept_rows) + 1
         history = torch.cat([cache.positions_of_last(kept), encode_positions], 1)
+
+    # Positions counted from the first token of the document: what ran ahead before it does not count.
+    first = torch.where(begins, columns, -1).cummax(1).values
+    shift_before = torch.where(first >= 0, shift.gather(1, first.clamp(min=0)), cache.document_shift[:, None])
+    in_document = encode_positions - document_start.clamp(min=0) - shift_before
 
     def last_real(values: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         index = (counts - 1).clamp(min=0)[:, None]
@@ -185,6 +195,7 @@ def plan_call(
                 positions=positions[:, start:stop],
                 encode_positions=here[:1] if bool((here == here[:1]).all()) else here,
                 document_start=document_start[:, start:stop],
+                in_document=in_document[:, start:stop],
                 call_start=before,
                 lengths=before + counts.clamp(max=stop),
                 fillers=fillers if bool(fillers.any()) else None,
@@ -209,6 +220,7 @@ def plan_call(
         pieces,
         lengths=before + counts,
         document_start=last_real(document_start, cache.document_start),
+        document_shift=last_real(shift_before, cache.document_shift),
         document_id=document_id,
         has_document_id=has_id,
         next_position_id=next_id,

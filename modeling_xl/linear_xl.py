@@ -77,7 +77,6 @@ class Text:
         oldest = self.begin - past if past else (self.begin - 1).clamp(min=0)  # without rows, the state's newest token
         self.is_plain = piece.fillers is None and bool((self.lowest <= oldest).all())
         self.positions = piece.key_positions(past)  # (B or 1, U + t)
-        self.in_document = piece.encode_positions - piece.document_start.clamp(min=0)  # (B, t), from its first token on
         self._shared: dict[tuple, torch.Tensor] = {}
 
     def mask(self, block: Block) -> torch.Tensor | None:

@@ -71,6 +71,11 @@ class MemoryMechanism(nn.Module):
         """
 
     @classmethod
+    def pattern_len(cls, config) -> int:
+        """After how many tokens `oldest_visible` repeats itself, so many tokens further on."""
+        return config.segment_len or 1
+
+    @classmethod
     def kept_rows(cls, config, mem_len: int) -> float:
         """Most tokens that a query looks back to, itself excluded; inf: all; 0 where nothing is kept token by token."""
         return 0
@@ -191,7 +196,7 @@ class RowMemory(MemoryMechanism):
         state = self.observe(state, view, piece, query, past_key)
         if piece.fillers is not None:
             state = state.pack(piece.fillers)
-        state, aux_loss = self.close(attention, state, piece)
+        state, aux_loss = self.close(attention, state, piece, hidden_states.dtype)
         if math.isfinite(kept):
             state = state.shrink(int(kept))
         return Attended(output, state, weights, aux_loss)
@@ -205,8 +210,11 @@ class RowMemory(MemoryMechanism):
         not encoded, where they were projected for the piece."""
         return state
 
-    def close(self, attention, state: LayerState, piece) -> tuple[LayerState, torch.Tensor | None]:
-        """Changes what is kept where a segment has closed; the rows of the state are right-aligned. Also `aux_loss`."""
+    def close(self, attention, state: LayerState, piece, dtype: torch.dtype) -> tuple[LayerState, torch.Tensor | None]:
+        """Changes what is kept where a segment has closed; the rows of the state are right-aligned. Also `aux_loss`.
+
+        dtype: of layer inputs, which rows may not be stored in.
+        """
         return state, None
 
     def _append_hidden(self, state, hidden_states, view: RowView, piece) -> LayerState:

@@ -89,6 +89,8 @@ class Compressive(RowMemory):
             )
         if not config.compression_loss_coef >= 0 or config.compression_loss_coef == float("inf"):
             refuse("compression_loss_coef", "must be a finite number >= 0")
+        if config.compression_rate > max(config.mem_len, 1):
+            refuse("compression_rate", f"must be at most mem_len={config.mem_len}: so many rows are held back for one slot")
         if config.segment_len is None:
             refuse("segment_len", "must be set for memory_type='compressive': rows are compressed where a segment closes")
         if config.compressed_mem_len < config.segment_len // config.compression_rate:
@@ -137,6 +139,10 @@ class Compressive(RowMemory):
     def oldest_visible(cls, config, mem_len, positions, call_start=None):
         evicted = cls._evicted(config, mem_len, positions // config.segment_len)
         return cls._first_of_slot(config, mem_len, evicted // config.compression_rate - config.compressed_mem_len)
+
+    @classmethod
+    def pattern_len(cls, config):
+        return config.segment_len * config.compression_rate
 
     @classmethod
     def kept_rows(cls, config, mem_len):
@@ -275,7 +281,7 @@ class Compressive(RowMemory):
             usage = usage + content_weights(query, past_key.gather(2, index), visible[:, None].to(query.device)).sum((1, 2))
         return state.with_fixed(usage=usage)
 
-    def close(self, attention, state, piece):
+    def close(self, attention, state, piece, dtype):
         closing = self._closing(state, piece)
         learns = piece.wants_aux_loss and self.config.compression_loss is not None
         usage = state.fixed.get("usage")
@@ -284,7 +290,7 @@ class Compressive(RowMemory):
         if learns:  # its gradient is zero where nothing was evicted, and not missing
             total = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros((), device=piece.device))
         for group in closing.groups:
-            hidden = state.last("hidden", state.size)[group.chosen, 0].detach()
+            hidden = state.last("hidden", state.size)[group.chosen, 0].detach().to(dtype)
             old = hidden.gather(1, group.column[..., None].expand(-1, -1, hidden.shape[-1]))
             with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
                 if usage is not None:
@@ -301,6 +307,9 @@ class Compressive(RowMemory):
             state = state.with_fixed(usage=usage.masked_fill(closing.closes, 0.0))
         if made:
             state = self._with_slots(attention, state, piece, closing, made)
+            if not self.is_hidden(piece):
+                key = self._encoded(attention, state.rows, piece, closing, dtype)
+                state = LayerState({**state.rows, "key": key}, state.fixed, state.end, state.size)
         return state, aux_loss
 
     def _closing(self, state: LayerState, piece) -> Closing:
@@ -383,27 +392,26 @@ class Compressive(RowMemory):
             for name, part in (("content_key", 0), ("value", 1), ("key", 0)):
                 if name in state.rows:
                     rows[name] = moved(name, [parts[part] for parts in projected])
-            rows["key"] = self._encoded(attention, rows, piece, closing)
         height = rows["hidden"].shape[2]
         return LayerState(rows, fixed, height, height)
 
-    def _encoded(self, attention, rows, piece, closing: Closing):
+    def _encoded(self, attention, rows, piece, closing: Closing, dtype):
         """The rows' keys with those of the slots encoded where they stand now: just before the oldest row."""
         key, after_rows, most = rows["key"], closing.rows, closing.slots
         column = key.shape[2] - after_rows - torch.arange(most, 0, -1)[None]  # (B, most)
         if piece.is_irregular:
             fillers = piece.positions[:, -1:] + 1 - piece.lengths[:, None]  # since the row's last token
-            column = piece.history.shape[1] - fillers - after_rows
-            oldest = piece.history.gather(1, column.clamp(0, piece.history.shape[1] - 1))
+            place = piece.history.shape[1] - fillers - after_rows
+            oldest = piece.history.gather(1, place.clamp(0, piece.history.shape[1] - 1))
         else:
             oldest = piece.lengths[:, None] + (piece.encode_positions - piece.positions)[:, -1:] - after_rows
         positions = oldest - torch.arange(most, 0, -1)[None]
         index = column.to(key.device)[:, None, :, None]
         if "content_key" in rows:
-            plain = rows["content_key"].gather(2, index.expand(-1, key.shape[1], -1, key.shape[3]))
+            plain = rows["content_key"].gather(2, index.expand(-1, key.shape[1], -1, key.shape[3])).to(dtype)
         else:
             hidden = rows["hidden"].gather(2, index.expand(-1, 1, -1, rows["hidden"].shape[3]))
-            plain, _ = attention.project_past(hidden[:, 0])
+            plain, _ = attention.project_past(hidden[:, 0].to(dtype))
         _, encoded = attention.encode(plain[:, :1], plain, positions, positions, piece.context)
         return key.scatter(2, index.expand_as(encoded), encoded.to(key.dtype))
 

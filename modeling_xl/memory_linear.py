@@ -71,7 +71,7 @@ class LinearAttention(MemoryMechanism):
         piece.memo["linear", past] = text
         # What estimates a kernel of rotated queries and keys is not blind to where they stand, so that is counted from the
         # first token of a document: it has the numbers that it has alone.
-        places = piece.encode_positions if turns else text.in_document
+        places = piece.encode_positions if turns else piece.in_document
         encoded = query
         if not turns:
             encoded, key = attention.encode(query, key, places, places, piece.context)
@@ -106,8 +106,9 @@ class LinearAttention(MemoryMechanism):
                 output, sums = blockwise(encoded, key, value, torch.cat([sums, norm[..., None]], -1), text, weigh)
                 output, total = output[..., :-1], output[..., -1:]
                 sums, norm = sums[..., :-1], sums[..., -1]
-            # A query whose every feature product vanishes sees nothing.
-            output = torch.where(total == 0, 0.0, output / total.masked_fill(total == 0, 1.0))
+            # A query whose feature products all vanish sees nothing. The bound keeps 1 / total, and so gradients, in range.
+            nothing = total < torch.finfo(dtype).tiny * 1e8
+            output = torch.where(nothing, 0.0, output / total.masked_fill(nothing, 1.0))
         state = state.with_fixed(state=sums, norm=norm)
         if piece.fillers is not None:
             state = state.pack(piece.fillers)

@@ -194,6 +194,7 @@ class XLModel(XLPreTrainedModel):
                 longest_piece=None if self._uses_grid or torch.is_grad_enabled() else LONGEST_PIECE,
                 bptt_segments=self.config.bptt_segments,
                 needs_row_lines=torch.is_grad_enabled() or any(m.needs_row_lines for m in self._mechanisms),
+                kept_rows=int(max((n for n in self._kept_rows(work) if math.isfinite(n)), default=0)),
                 undo=int(undo_limit) if math.isfinite(undo_limit) else 0,
                 context=self._position_context(work),
                 wants_weights=bool(output_attentions),

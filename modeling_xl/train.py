@@ -38,6 +38,7 @@ class TrainingSettings:
     max_steps: int | None = None
     max_bytes: int | None = None
     batch_size: int = 16  # streams a process
+    stream_len: int | None = None  # tokens after which streams go on from an empty memory (None: a pass)
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01  # on matrices only
@@ -48,7 +49,7 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         counts, numbers = (int, "an integer"), ((int, float), "a number")
         rules: list[tuple[tuple[Any, str], str, Callable[[Any], bool], list[str]]] = [
-            (counts, "of at least 1", lambda x: x >= 1, ["max_steps", "max_bytes", "batch_size"]),
+            (counts, "of at least 1", lambda x: x >= 1, ["max_steps", "max_bytes", "batch_size", "stream_len"]),
             (counts, "of at least 0", lambda x: x >= 0, ["warmup_steps", "seed"]),
             (numbers, "above 0", lambda x: x > 0, ["learning_rate", "max_grad_norm"]),
             (numbers, "of at least 0", lambda x: x >= 0, ["weight_decay"]),
@@ -56,7 +57,7 @@ class TrainingSettings:
         for (kind, word), rule, holds, names in rules:
             for name in names:
                 value = getattr(self, name)
-                if value is None and name in ("max_steps", "max_bytes"):
+                if value is None and name in ("max_steps", "max_bytes", "stream_len"):
                     continue
                 if not isinstance(value, kind) or isinstance(value, bool) or not holds(value):
                     raise InputError(f"{name}={value!r}: must be {word} {rule}")
@@ -168,13 +169,16 @@ def train(
     cache = None
     shown = progress and accelerator.is_main_process
     bar = tqdm(total=num_steps, desc=description, unit="step", disable=None if shown else True)
+    carried = 0  # tokens of each row that the memory comes from
     for step, block in zip(range(1, num_steps + 1), _passes(streams, rows), strict=False):
+        carried += block_len
+        is_last = block.is_last or (settings.stream_len is not None and carried >= settings.stream_len)
         output = prepared(
             **block.model_inputs(accelerator.device),
             cache=cache,
-            use_cache=carry and not block.is_last,  # no memory is left over for the next pass
+            use_cache=carry and not is_last,  # no memory is left over
         )
-        cache = output.cache
+        cache, carried = output.cache, 0 if is_last else carried
         accelerator.backward(output.loss)
         accelerator.clip_grad_norm_(prepared.parameters(), settings.max_grad_norm)
         optimizer.step()

@@ -1,6 +1,7 @@
 """Faults that were found by trying to break the package, each as the smallest case that showed it."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers import biggest, feed, ids_for, tiny_config, tiny_model
 from reference import dense_pass
 
 from modeling_xl import XLCache, XLForSequenceClassification
+from modeling_xl.feature_maps_xl import EluFeatures
 from modeling_xl.positions import POSITION_SCHEMES
 
 
@@ -254,3 +256,116 @@ def test_tampered_state_is_refused():
         with pytest.raises(ValueError, match=r"damaged|fingerprint|format_version"):
             fresh.load_state_dict(tampered(change))
         assert fresh.batch_size == -1
+
+
+# Faults of compressive memory and linear attention, found by random use.
+
+
+@pytest.mark.parametrize("position", ["rope", "xl"])
+@pytest.mark.parametrize("start", ["empty", "zeros"])
+def test_compressed_rows_stand_before_positions_that_skip(position, start):
+    """Slots were encoded in the wrong columns, and rows of zeros that fill the slots too had no positions."""
+    model = tiny_model(memory_type="compressive", position_type=position, initial_memory=start)
+    ids = ids_for(model, 2, 33)
+    steps = torch.ones(2, 33, dtype=torch.long)
+    steps[0, 9], steps[1, 2], steps[1, 20] = 7, 3, 50
+    positions = steps.cumsum(1) - 1
+    with torch.no_grad():
+        for parts in ([33], [4, 11, 1, 1, 16]):
+            logits, _ = feed(model, ids, parts, position_ids=positions)
+            for row in range(2):
+                assert biggest(logits[row], dense_pass(model, ids[row], positions=positions[row])[0]) < 1e-9
+
+
+@pytest.mark.parametrize("function", ["conv", "mean", "most_used"])
+def test_compressive_memory_in_another_precision(function):
+    """Rows were compressed in the precision they are stored in, which the weights may not have."""
+    loss = "attention" if function == "conv" else None
+    model = tiny_model(
+        dtype=torch.float32,
+        memory_type="compressive",
+        position_type="rope",
+        compression_fn=function,
+        compression_loss=loss,
+    )
+    ids = ids_for(model, 1, 43)
+    with torch.no_grad():
+        exact = model(ids).logits
+        for dtype in (torch.bfloat16, torch.float64):
+            cache = XLCache(model.config, dtype=dtype)
+            found = feed(model, ids, [20, 1, 22], cache=cache)[0]
+            # bfloat16 keeps 8 bits: 0.4 % of keys and values. Another row may then be the most used one.
+            assert function == "most_used" or biggest(found, exact) < 0.5
+            again, _ = feed(model, ids, [7, 13], cache=cache.to(torch.float32))
+            assert again.isfinite().all()
+
+
+def test_favor_with_keys_beyond_its_range_has_finite_gradients():
+    """A normaliser that is denormal made them infinite."""
+    for scale in (3, 6, 20):
+        model = tiny_model(
+            memory_type="linear",
+            position_type="alibi",
+            feature_map="favor",
+            num_hidden_layers=1,
+            alibi_slopes=[50.0, 0.0, 3.0, 1e-6],
+        )
+        with torch.no_grad():
+            model.model.layers[0].self_attn.qkv_proj.weight.mul_(scale)
+        model = model.float()
+        ids = ids_for(model, 1, 50)
+        model(ids, labels=ids).loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_max_context_where_a_rate_does_not_divide_a_segment():
+    """What leaves at a line then differs from line to line; one segment's queries do not show the farthest."""
+    for length, memory, rate, slots in ((1, 2, 2, 2), (1, 2, 2, 1), (5, 8, 3, 4)):
+        model = tiny_model(
+            segment_len=length,
+            mem_len=memory,
+            compression_rate=rate,
+            compressed_mem_len=slots,
+            memory_type="compressive",
+            compression_fn="mean",
+            compression_loss=None,
+            num_hidden_layers=1,
+        )
+        reach = model.config.max_context
+        total = reach + 4 * length * rate
+        embedded = model.model.embed(ids_for(model, 1, total)).detach()
+        changed = embedded.expand(total, -1, -1).clone()
+        changed[torch.arange(total), torch.arange(total)] += 3.0
+        with torch.no_grad():
+            differs = (model(inputs_embeds=changed).logits - model(inputs_embeds=embedded).logits).abs().amax(-1) > 1e-9
+        apart = torch.arange(total)[None] - torch.arange(total)[:, None]
+        assert int(apart[differs].max()) == reach
+
+
+def test_document_after_positions_that_skipped_is_itself_alone():
+    """FAVOR+ with rope counts from the first token of a document, skips before it left out."""
+    model = tiny_model(memory_type="linear", feature_map="favor", position_type="rope")
+    ids = ids_for(model, 1, 12)
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    positions = torch.arange(12)
+    positions[3:] += 9
+    alone = model(ids[:, 5:]).logits
+    for parts in ([12], [5, 7], [4, 1, 1, 6]):
+        found, _ = feed(model, ids, parts, document_ids=documents, position_ids=positions[None])
+        assert biggest(found[:, 5:], alone) < 1e-9
+
+
+def test_small_features_of_elu_are_kept():
+    """elu(x) + 1 rounds exp(x) away below -37 in float64; a query that meets only such keys then saw nothing."""
+    states = torch.tensor([-100.0, -40.0, -1.0, 0.0, 2.0], dtype=torch.float64)
+    expected = torch.tensor([math.exp(-100), math.exp(-40), math.exp(-1), 1.0, 3.0], dtype=torch.float64)
+    assert ((EluFeatures().query(states) - expected).abs() / expected).max() < 1e-12
+
+
+def test_a_document_that_begins_with_a_call_does_not_see_the_state():
+    """Without kept rows the state was taken for the document's own."""
+    for position in ("none", "alibi", "rope"):
+        model = tiny_model(memory_type="linear", position_type=position)
+        ids = ids_for(model, 1, 14)
+        found, _ = feed(model, ids, [9, 2, 3], document_ids=torch.tensor([[0] * 9 + [1] * 5]))
+        assert biggest(found[:, 9:], model(ids[:, 9:]).logits) < 1e-9

@@ -248,6 +248,16 @@ class TestTrain:
         assert lengths == [*a_pass, *a_pass[:3]]
         assert result.num_bytes == 199 + 3 * 4 * 8
 
+    def test_streams_can_begin_anew(self, tokens):
+        model = make_model()
+        lengths = []
+        model.register_forward_pre_hook(
+            lambda _, __, kwargs: lengths.append(0 if kwargs["cache"] is None else int(kwargs["cache"].lengths.max())),
+            with_kwargs=True,
+        )
+        train(model, tokens, TrainingSettings(max_steps=10, batch_size=4, stream_len=24))
+        assert lengths == [0, 8, 16, 0, 8, 16, 0, 0, 8, 16]  # the seventh block ends the pass
+
     def test_loss_counts_every_target(self, tokens):
         """The reading of the first step is the loss over the first segment of each stream, its last token included."""
         model = make_model()
