@@ -36,7 +36,7 @@ class EluFeatures(FeatureMap):
     """elu(x) + 1 (Katharopoulos et al., "Transformers are RNNs", ICML 2020, eq. 7)."""
 
     def query(self, query):
-        return functional.relu(query) + query.clamp(max=0).exp()  # elu rounds exp(x) - 1 to -1 where exp(x) still counts
+        return query.clamp(max=0).exp_() + functional.relu(query)  # elu rounds exp(x) - 1 to -1 where exp(x) still counts
 
 
 class ReluFeatures(FeatureMap):

@@ -295,7 +295,7 @@ def blockwise(query, key, value, state, text: Text, weigh: Weighing):
         rows = query.flatten(2, 3)  # (B, G, g * C, F)
         weights = weigh(number, block)
         scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:4], key.shape[2])
-        scores = scores.tril() if weights.local is None else scores * weights.local
+        scores = scores.tril_() if weights.local is None else scores * weights.local
         past = (rows @ state).view(*query.shape[:4], -1)
         if weights.state is not None:
             past = past * weights.state

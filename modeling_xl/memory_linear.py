@@ -32,7 +32,6 @@ class LinearAttention(MemoryMechanism):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.feature_map = make_feature_map(config)
-        self.band = self.kept_rows(config, config.mem_len)
 
     @classmethod
     def validate(cls, config) -> None:
@@ -66,8 +65,11 @@ class LinearAttention(MemoryMechanism):
         dtype = torch.promote_types(query.dtype, torch.float32)
         # A rotation turns features, in the numerator only, unless they stand for the softmax kernel of what they map.
         turns = scheme.rotates and not self.feature_map.approximates_softmax
-        past = min(state.size, self.band)
-        text = piece.memo.get(("linear", past)) or Text(piece, past, self.band)
+        band = piece.memo.get(("linear", "band"))
+        if band is None:  # asked anew in every call: clamp_len may change between evaluations
+            band = piece.memo["linear", "band"] = self.kept_rows(self.config, piece.mem_len)
+        past = min(state.size, band)
+        text = piece.memo.get(("linear", past)) or Text(piece, past, band)
         piece.memo["linear", past] = text
         # What estimates a kernel of rotated queries and keys is not blind to where they stand, so that is counted from the
         # first token of a document: it has the numbers that it has alone.
@@ -77,10 +79,10 @@ class LinearAttention(MemoryMechanism):
             encoded, key = attention.encode(query, key, places, places, piece.context)
         bias = None
         if scheme.has_bias and not scheme.decays:
-            distances = torch.arange(self.band + 1, -1, -1, device=query.device)
+            distances = torch.arange(band + 1, -1, -1, device=query.device)
             bias = scheme.bias(query, distances, piece.context)
-        if self.band:
-            state = state.append(past, 64 + self.band // 4, piece.state_dtype, key=key, value=value)
+        if band:
+            state = state.append(past, 64 + band // 4, piece.state_dtype, key=key, value=value)
             key, value = (state.last(name, past + piece.width) for name in ("key", "value"))
         with torch.autocast(query.device.type, enabled=False):
             encoded = self.feature_map.query(encoded.to(dtype))
@@ -108,12 +110,12 @@ class LinearAttention(MemoryMechanism):
                 sums, norm = sums[..., :-1], sums[..., -1]
             # A query whose feature products all vanish sees nothing. The bound keeps 1 / total, and so gradients, in range.
             nothing = total < torch.finfo(dtype).tiny * 1e8
-            output = torch.where(nothing, 0.0, output / total.masked_fill(nothing, 1.0))
+            output = output * total.masked_fill(nothing, 1.0).reciprocal().masked_fill(nothing, 0.0)
         state = state.with_fixed(state=sums, norm=norm)
         if piece.fillers is not None:
             state = state.pack(piece.fillers)
-        if self.band:
-            state = state.shrink(self.band)
+        if band:
+            state = state.shrink(band)
         return Attended(output.to(query.dtype).transpose(1, 2).flatten(2), state)
 
     @staticmethod

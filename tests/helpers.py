@@ -63,16 +63,17 @@ def tiny_config(**changes) -> XLConfig:
     return XLConfig(**{**SIZES, **changes})
 
 
-def fits(memory: str, **setting) -> bool:
-    """Whether the setting means anything to the mechanism; what the config refuses is tested where it is refused."""
-    mechanism = MEMORY_MECHANISMS[memory]
-    if {"mem_len", "segment_len"} & set(setting) and not mechanism.uses_grid:
-        return False
+def accepts(memory: str, **setting) -> bool:
+    """Whether the config accepts the setting for the mechanism; what it refuses is tested where it is refused."""
     try:
         tiny_config(memory_type=memory, **setting)
     except (ValueError, StrictDataclassError):
         return False
     return True
+
+
+def means_something(memory: str, setting) -> bool:
+    return MEMORY_MECHANISMS[memory].uses_grid or not {"mem_len", "segment_len"} & set(setting)
 
 
 def memory_cases(*names):
@@ -82,7 +83,7 @@ def memory_cases(*names):
         own = SETTINGS_OF.get(memory, {})
         chosen = {**SETTINGS, **own} if not names else {name: {**SETTINGS, **own}.get(name) for name in names}
         for name, setting in chosen.items():
-            if setting is not None and fits(memory, **setting):
+            if setting is not None and accepts(memory, **setting) and means_something(memory, setting):
                 found.append(pytest.param(memory, setting, id=f"{memory}-{name}"))
     return found
 

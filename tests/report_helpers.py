@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import ids_for, randomise, tiny_config, tiny_model
+from helpers import accepts, ids_for, randomise, tiny_config, tiny_model
 
 from modeling_xl import XLForCausalLM
 from modeling_xl.memories import MEMORY_MECHANISMS
@@ -26,6 +26,22 @@ EXACT = 1e-9
 # float32: logits here are of size 10 to 30, so this is some roundings, and sums are in another order.
 CLOSE = 1e-4
 
+
+def memory_and(*changes, ids=None):
+    """Parametrizes (memory, changes) over all mechanisms, without those that refuse the changes."""
+    names = ids or [str(change) for change in changes]
+    cases = [
+        pytest.param(memory, change, id=f"{memory}-{name}")
+        for memory in MEMORIES
+        for name, change in zip(names, changes, strict=True)
+        if accepts(memory, **change)
+    ]
+    return pytest.mark.parametrize(("memory", "changes"), cases)
+
+
+# Mechanisms with softmax weights to look at, and those of them whose weights stand one for each token.
+WEIGHTED = [memory for memory in MEMORIES if MEMORY_MECHANISMS[memory].has_weights]
+TOKENWISE = [memory for memory in WEIGHTED if memory != "compressive"]
 every_pair = pytest.mark.parametrize(("scheme", "memory"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
@@ -101,6 +117,9 @@ __all__ = [
     "MEMORIES",
     "PAIRS",
     "SCHEMES",
+    "TOKENWISE",
+    "WEIGHTED",
+    "accepts",
     "alone",
     "every_head",
     "every_memory",
@@ -112,6 +131,7 @@ __all__ = [
     "ids_for",
     "make",
     "make_other",
+    "memory_and",
     "off",
     "padded",
     "worst",

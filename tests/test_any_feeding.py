@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import biggest, feed, fits, ids_for, memory_cases, random_splits, tiny_model
+from helpers import accepts, biggest, feed, ids_for, memory_cases, random_splits, tiny_model
 from reference import dense_pass
 
 from modeling_xl.memories import MEMORY_MECHANISMS
@@ -159,10 +159,30 @@ def test_positions_that_skip(memory, position):
             assert biggest(shifted, model(ids).logits) < 1e-9
 
 
+def test_attentions_of_slots_stand_at_their_newest_token():
+    """A call over several segments has a column for each token; a slot made meanwhile counts at the newest it stands for."""
+    model = tiny_model(memory_type="compressive", attn_implementation="eager")  # L 5, M 7, c 2, 4 slots
+    ids = ids_for(model, 2, 30)
+    cache = None
+    with torch.no_grad():
+        whole = model(ids, output_attentions=True).attentions
+        for column in range(30):
+            output = model(ids[:, column : column + 1], cache=cache, output_attentions=True)
+            cache = output.cache
+            gone = max(0, column // 5 * 5 - 7) // 2 * 2
+            slots = range(max(0, gone // 2 - 4), gone // 2)
+            places = [*(2 * slot + 1 for slot in slots), *range(gone, column + 1)]
+            for weights, step in zip(whole, output.attentions, strict=True):
+                row = weights[:, :, column]
+                assert biggest(row[..., places], step[:, :, 0]) < 1e-9
+                rest = [place for place in range(30) if place not in places]
+                assert not row[..., rest].any()
+
+
 @pytest.mark.parametrize("memory", MEMORY_MECHANISMS)
 def test_hidden_states_and_attentions(memory):
     """hidden_states are the layer inputs; attentions cover the rows attended at the call's start and the call."""
-    sinks = 2 if fits(memory, num_sink_tokens=2) else 0
+    sinks = 2 if accepts(memory, num_sink_tokens=2) else 0
     model = tiny_model(memory_type=memory, attn_implementation="eager", num_sink_tokens=sinks)
     ids = ids_for(model, 2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)

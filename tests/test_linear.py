@@ -110,6 +110,14 @@ def test_a_bias_far_from_the_others_keeps_its_range(far):
             assert biggest(found.double(), exact(ids).logits) < 1e-3
 
 
+def test_clamp_len_can_be_changed_for_evaluation():
+    """As `evaluate` does: the kept rows follow, and the numbers are those of a model made with it."""
+    model, longer = (tiny_model(memory_type="linear", clamp_len=n) for n in (4, 9))
+    ids = ids_for(model, 1, 40)
+    model.config.clamp_len = 9
+    assert biggest(feed(model, ids, [7, 1, 32])[0], longer(ids).logits) < 1e-9
+
+
 def test_keys_of_any_size_stay_finite():
     """FAVOR+ has no stabiliser for keys that looks at other keys; a constant one keeps exp in range for large heads."""
     model = tiny_model(dtype=torch.float32, memory_type="linear", feature_map="favor", head_dim=300, position_type="none")

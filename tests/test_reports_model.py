@@ -10,6 +10,8 @@ from report_helpers import (
     CLOSE,
     EXACT,
     HEADS,
+    TOKENWISE,
+    WEIGHTED,
     alone,
     every_head,
     every_memory,
@@ -292,7 +294,8 @@ class TestPadding:
         # Half precision: other kernels for a batch of one round otherwise, at logits of size 10.
         assert off(logits[:1], own) < (CLOSE if dtype == torch.float32 else 0.05)
 
-    @every_pair
+    @pytest.mark.parametrize("memory", WEIGHTED)
+    @every_scheme
     def test_masked_keys_weigh_exactly_nothing(self, scheme, memory):
         """report H15: with scores of size 1e5 a pad, a later token and a far segment still have the weight 0."""
         model = make(scheme, memory, dtype=torch.float32, attn_implementation="eager")
@@ -416,7 +419,7 @@ class TestPositions:
         assert off(weights, by_key.masked_fill(hidden, -math.inf).softmax(-1)) < EXACT
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-    @every_memory
+    @pytest.mark.parametrize("memory", WEIGHTED)
     def test_alibi_of_a_step_begins_at_zero(self, memory, dtype):
         """report E08: a token at a time the bias of the newest key is 0, of the one before -slope."""
         model = show_bias_only(make("alibi", memory, dtype=dtype, attn_implementation="eager"))
@@ -433,7 +436,8 @@ class TestPositions:
                 limit = 3e-2 if dtype == torch.bfloat16 else EXACT
                 assert off(bias - bias[:, -1:], (-slopes[:, None] * distances).to(dtype)) < limit
 
-    @every_pair
+    @pytest.mark.parametrize("memory", TOKENWISE)
+    @every_scheme
     def test_bias_of_a_step_is_the_last_row_of_a_pass(self, scheme, memory):
         """report E11: the bias counts the tokens before a call: a step's weights are the whole pass's last row."""
         model = show_bias_only(make(scheme, memory, attn_implementation="eager"))
