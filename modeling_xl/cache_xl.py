@@ -170,9 +170,9 @@ class XLCache(Cache):
     """What a model remembers between calls, for a batch of B streams.
 
     config: the model's. mem_len: wins over the config's for the whole life of the cache and is saved with it. dtype: of
-    the stored rows (None: as computed; linear states keep float32 at least). form: how a recurrence memory is kept:
-    "hidden" (layer inputs, so that W_K and W_V get gradient through memory) or "key_value" (less work, frozen weights
-    only); None: decided by the first call, hidden with gradient enabled.
+    the stored rows (None: as computed; linear states keep float32 at least). form: how memory of recurrence and compressive
+    layers is kept: "hidden" (layer inputs, so that W_K and W_V get gradient through memory) or "key_value" (less work,
+    frozen weights only); None: decided by the first call, hidden with gradient enabled.
 
     The model returns the cache it was handed, changed; a failed call leaves it unchanged. Derived tensors (projected
     distances) belong to the weights that filled them: after a change of weights start a new cache.

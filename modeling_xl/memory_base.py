@@ -1,4 +1,5 @@
-"""What a memory mechanism is, and `RowMemory`: attention over kept tokens, on which `none` and `recurrence` stand.
+"""What a memory mechanism is, and `RowMemory`: attention over kept tokens, on which `none`, `recurrence` and
+`compressive` stand.
 
 A mechanism reads the state handed to it and returns a new one; it never writes to the cache. Legend: B batch, H heads, t
 tokens of the piece, U kept tokens it looks back to, K = U + t, M mem_len, E hidden size, D head size, s sink tokens.

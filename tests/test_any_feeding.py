@@ -126,6 +126,25 @@ def test_documents_see_themselves_only(memory, setting, position):
                     assert biggest(by_position[row], reference) < 1e-9
 
 
+@pytest.mark.parametrize("position", POSITION_SCHEMES)
+@pytest.mark.parametrize("memory", ["none", "linear", ["linear", "none", "linear"]], ids=str)
+def test_pieces_of_a_call_without_segments(memory, position, monkeypatch):
+    """Without gradient a long call is worked on piece by piece; pads and documents cross the joints."""
+    monkeypatch.setattr("modeling_xl.modeling_xl.LONGEST_PIECE", 7)
+    model = tiny_model(position_type=position, memory_type=memory)
+    ids = ids_for(model, 2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, 12:24] = 0
+    documents = torch.zeros_like(ids)
+    documents[1, 14:] = 1  # at a joint
+    documents[0, 30:] = 1
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, document_ids=documents).logits
+        for row, real in enumerate(mask.bool()):
+            reference, _ = dense_pass(model, ids[row, real], documents=documents[row, real])
+            assert biggest(logits[row, real], reference) < 1e-9
+
+
 def test_short_document_equals_itself_alone():
     """A document of at most M + 1 tokens equals itself alone wherever it stands in the grid."""
     model = tiny_model()
