@@ -108,9 +108,8 @@ class LinearAttention(MemoryMechanism):
                 output, sums = blockwise(encoded, key, value, torch.cat([sums, norm[..., None]], -1), text, weigh)
                 output, total = output[..., :-1], output[..., -1:]
                 sums, norm = sums[..., :-1], sums[..., -1]
-            # A query whose feature products all vanish sees nothing. The bound keeps 1 / total, and so gradients, in range.
-            nothing = total < torch.finfo(dtype).tiny * 1e8
-            output = output * total.masked_fill(nothing, 1.0).reciprocal().masked_fill(nothing, 0.0)
+            # A query whose feature products all vanish sees nothing. The bound keeps gradients, of size 1 / total, in range.
+            output = output / total.masked_fill(total < torch.finfo(dtype).tiny * 1e8, torch.inf)
         state = state.with_fixed(state=sums, norm=norm)
         if piece.fillers is not None:
             state = state.pack(piece.fillers)

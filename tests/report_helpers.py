@@ -65,7 +65,8 @@ def off(a, b) -> float:
 
 
 def grads_of(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    """Gradients that there are: outside of training a compression has none."""
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
