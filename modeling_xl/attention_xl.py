@@ -69,13 +69,11 @@ class XLAttention(nn.Module):
         first = self.num_heads * self.head_dim
         if frozen:
             projected = _frozen(self.qkv_proj, _frozen(self.norm, hidden_states))[..., first:]
-            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, 1)
-        hidden_states = self.norm(hidden_states)
-        if is_plain(self.qkv_proj):
+        elif is_plain(self.qkv_proj):
             bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
-            projected = nn.functional.linear(hidden_states, self.qkv_proj.weight[first:], bias)
+            projected = nn.functional.linear(self.norm(hidden_states), self.qkv_proj.weight[first:], bias)
         else:
-            projected = self.qkv_proj(hidden_states)[..., first:]
+            projected = self.qkv_proj(self.norm(hidden_states))[..., first:]
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, 1)
 
     def encode(self, query, key, query_positions, key_positions, context):

@@ -248,6 +248,11 @@ class XLConfig(PreTrainedConfig):
         return [MEMORY_MECHANISMS[name] for name in self.layer_memory_types]
 
     @property
+    def uses_grid(self) -> bool:
+        """Whether segments, and so a memory length, mean anything to a layer."""
+        return any(mechanism.uses_grid for mechanism in self._mechanisms())
+
+    @property
     def has_two_forms(self) -> bool:
         """Whether a layer's memory is kept as hidden states or as keys and values, as `XLCache(form=…)` says."""
         return any(mechanism.has_two_forms for mechanism in self._mechanisms())

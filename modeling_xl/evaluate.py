@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_xl import XLConfig
 from .data import InputError, Streams, byte_tokenizer, count_bytes
-from .memories import MEMORY_MECHANISMS
 
 # Logits of one call, in elements: long calls are fast, and 2^24 of them are 64 MB in float32.
 MAX_LOGITS = 2**24
@@ -142,7 +141,7 @@ def evaluate(
             num_tokens=num_tokens,
             num_bytes=num_bytes,
             segment_len=config.segment_len,
-            mem_len=config.mem_len if any(MEMORY_MECHANISMS[name].uses_grid for name in config.layer_memory_types) else None,
+            mem_len=config.mem_len if config.uses_grid else None,
             clamp_len=config.clamp_len,
             attention_window=config.attention_window,
             initial_memory=config.initial_memory,

@@ -144,10 +144,13 @@ class Weighing:
 
     def __call__(self, number: int, block: Block) -> Weights:
         mask = self.text.mask(block)
-        if mask is None:
+        return self._across(block)._replace(local=None if mask is None else self._number(mask)[:, None, None])
+
+    def _across(self, block: Block) -> Weights:
+        """What of the state counts before and after the block: documents begin in it, and rows end."""
+        if self.text.is_plain:
             return Weights()
         return Weights(
-            local=self._number(mask)[:, None, None],
             state=self._number(self.text.sees_state(block))[:, None, None, :, None],
             entering=self._number(self.text.entering(block))[:, None, :, None],
             decay=self._number(self.text.keeps_state(block))[:, None, None, None],
@@ -168,7 +171,7 @@ class Decay(Weighing):
 
     def __call__(self, number: int, block: Block) -> Weights:
         text = self.text
-        seen = super().__call__(number, block)
+        seen = self._across(block)
         local = text.once(self._local, block, "decay", self.dtype)
         here = text.positions[:, block.start : block.stop]
         before, after = text.newest(block.start), text.newest(block.stop)
@@ -206,7 +209,7 @@ class Bias(Weighing):
 
     def __call__(self, number: int, block: Block) -> Weights:
         text = self.text
-        seen = super().__call__(number, block)
+        seen = self._across(block)
         by_distance = self.table[None, :, None]  # (B or 1, H, C or 1, F + 1)
         if self.queries is not None:
             by_distance = self.queries[number] @ self.table.transpose(1, 2)

@@ -168,9 +168,8 @@ class Compressive(RowMemory):
         return rows
 
     def _view(self, state, piece):
-        if self.compression.chooses and self.layer_idx:
-            piece.memo.pop((self.name, "view"), None)  # which rows the slots hold differs from layer to layer
-        return super()._view(state, piece)
+        # Which rows the slots hold differs from layer to layer where they are chosen.
+        return self.make_view(state, piece) if self.compression.chooses else super()._view(state, piece)
 
     def make_view(self, state: LayerState, piece) -> RowView:
         config, width = self.config, piece.width

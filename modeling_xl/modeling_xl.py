@@ -111,7 +111,7 @@ class XLModel(XLPreTrainedModel):
         self.norm = make_norm(config) if config.final_norm else None
         self.final_dropout = nn.Dropout(config.hidden_dropout)
         self._mechanisms = {type(layer.self_attn.memory) for layer in self.layers}
-        self._uses_grid = any(mechanism.uses_grid for mechanism in self._mechanisms)
+        self._uses_grid = config.uses_grid
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -32,6 +32,16 @@ def config(**fields):
     return XLConfig(**{**sizes, **fields})
 
 
+def lengths_at_calls(model) -> list[int]:
+    """Fills up, call by call, with how many tokens the memory that is handed in comes from."""
+    lengths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.append(0 if kwargs["cache"] is None else int(kwargs["cache"].lengths.max())),
+        with_kwargs=True,
+    )
+    return lengths
+
+
 def make_model(**fields):
     torch.manual_seed(0)
     return XLForCausalLM(config(**fields)).eval()
@@ -238,11 +248,7 @@ class TestTrain:
 
     def test_memory_is_carried_and_fresh_at_each_pass(self, tokens):
         model = make_model()
-        lengths = []
-        model.register_forward_pre_hook(
-            lambda _, __, kwargs: lengths.append(0 if kwargs["cache"] is None else int(kwargs["cache"].lengths.max())),
-            with_kwargs=True,
-        )
+        lengths = lengths_at_calls(model)
         result = train(model, tokens, TrainingSettings(max_steps=10, batch_size=4))
         a_pass = [0, 8, 16, 24, 32, 40, 48]  # 50 targets a stream, in segments of 8
         assert lengths == [*a_pass, *a_pass[:3]]
@@ -250,11 +256,7 @@ class TestTrain:
 
     def test_streams_can_begin_anew(self, tokens):
         model = make_model()
-        lengths = []
-        model.register_forward_pre_hook(
-            lambda _, __, kwargs: lengths.append(0 if kwargs["cache"] is None else int(kwargs["cache"].lengths.max())),
-            with_kwargs=True,
-        )
+        lengths = lengths_at_calls(model)
         train(model, tokens, TrainingSettings(max_steps=10, batch_size=4, stream_len=24))
         assert lengths == [0, 8, 16, 0, 8, 16, 0, 0, 8, 16]  # the seventh block ends the pass
 
