@@ -12,6 +12,7 @@ from torch.func import functional_call
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .feedforward_xl import XLRMSNorm
 from .memories import MEMORY_MECHANISMS
 from .positions import POSITION_SCHEMES
 from .softmax_xl import (
@@ -48,6 +49,8 @@ class XLAttention(nn.Module):
         size = (self.num_heads + 2 * self.num_key_value_heads) * self.head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, size, bias=config.attention_bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = XLRMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = XLRMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.position = POSITION_SCHEMES[config.position_type](config, layer_idx)
         self.memory = MEMORY_MECHANISMS[config.layer_memory_types[layer_idx]](config, layer_idx)
 
@@ -58,8 +61,11 @@ class XLAttention(nn.Module):
 
     def project(self, hidden_states):
         """Queries (B, H, t, D), keys and values (B, heads, t, D) of the piece, not encoded."""
-        heads = self.qkv_proj(self.norm(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], 1)
+        heads = self._heads(self.qkv_proj(self.norm(hidden_states)))
+        query, key, value = heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], 1)
+        if self.q_norm is None or self.k_norm is None:
+            return query, key, value
+        return self.q_norm(query), self.k_norm(key), value
 
     def project_past(self, hidden_states, frozen: bool = False):
         """Keys and values (B, heads, U, D) of layer inputs kept in memory, not encoded.
@@ -74,7 +80,16 @@ class XLAttention(nn.Module):
             projected = nn.functional.linear(self.norm(hidden_states), self.qkv_proj.weight[first:], bias)
         else:
             projected = self.qkv_proj(self.norm(hidden_states))[..., first:]
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, 1)
+        key, value = self._heads(projected).chunk(2, 1)
+        if self.k_norm is None:
+            return key, value
+        return _frozen(self.k_norm, key) if frozen else self.k_norm(key), value
+
+    def _heads(self, projected):
+        """(B, t, heads * D) -> (B, heads, t, D)."""
+        if self.config.clip_qkv is not None:
+            projected = projected.clamp(-self.config.clip_qkv, self.config.clip_qkv)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def encode(self, query, key, query_positions, key_positions, context):
         return self.position.encode(query, key, query_positions, key_positions, context)

@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .feedforward_xl import OWN_ACTIVATIONS
 from .memories import MEMORY_MECHANISMS
 from .position_base import PositionScheme
 from .positions import POSITION_SCHEMES
@@ -22,9 +23,11 @@ class XLConfig(PreTrainedConfig):
     Sizes: `vocab_size`; `hidden_size`; `num_hidden_layers`; `num_attention_heads`; `num_key_value_heads` (None: as many);
     `head_dim` (None: hidden_size / heads); `intermediate_size`; `max_position_embeddings`, the training length, no limit.
 
-    Block: `hidden_act`; `gated_mlp`; `norm_type` rmsnorm | layernorm; `norm_position` pre | post; `norm_eps`;
-    `final_norm`; `use_parallel_residual`; `attention_bias`; `mlp_bias`; `hidden_dropout`, `attention_dropout`,
-    `embedding_dropout`; `initializer_range`.
+    Block: `hidden_act`, a name of `transformers.activations.ACT2FN` or `gelu_bloom`; `gated_mlp`; `norm_type` rmsnorm |
+    layernorm; `norm_position` pre | post; `norm_eps`; `final_norm`; `use_parallel_residual`; `norm_residual`, whether the
+    residual branches carry the normalised input (as some Bloom models do); `attention_bias`; `mlp_bias`; `clip_qkv`, largest
+    size of a query's, key's or value's entries (None: no limit); `qk_norm`, RMS norm of each head's query and key before
+    positions enter; `hidden_dropout`, `attention_dropout`, `embedding_dropout`; `initializer_range`.
 
     Embedding and head: `embedding_size` (None: hidden_size); `embedding_scale`, factor on embeddings; `embedding_norm`;
     `lm_head_bias`; `tie_word_embeddings`; adaptive input and softmax with `cutoffs` (ids at which a cluster ends) and
@@ -71,7 +74,10 @@ class XLConfig(PreTrainedConfig):
     norm_eps: int | float = 1e-5
     final_norm: bool = True
     use_parallel_residual: bool = False
+    norm_residual: bool = False
     attention_bias: bool = False
+    clip_qkv: int | float | None = None
+    qk_norm: bool = False
     mlp_bias: bool = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
@@ -142,6 +148,17 @@ class XLConfig(PreTrainedConfig):
         else:
             self.rope_parameters = None
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in Transformers, but a config of another model type is refused: its fields would be read as if they were ours."""
+        kind = config_dict.get("model_type")
+        if kind not in (None, "", cls.model_type):
+            raise ValueError(
+                f"model_type={kind!r} is not {cls.model_type!r}: convert the checkpoint with `modeling-xl convert SOURCE TARGET`; "
+                "one of 'transfo-xl' is loaded by AutoModelForCausalLM.from_pretrained as it is."
+            )
+        return super().from_dict(config_dict, **kwargs)
+
     def validate_rope(self):
         """The rotary fields are checked by `RopePosition.validate`, which knows what this package computes."""
 
@@ -170,9 +187,13 @@ class XLConfig(PreTrainedConfig):
         _one_of(self, "norm_position", ("pre", "post"))
         _one_of(self, "initial_memory", ("empty", "zeros"))
         _one_of(self, "position_type", POSITION_SCHEMES)
-        _one_of(self, "hidden_act", ACT2FN, listed=False)
+        _one_of(self, "hidden_act", {*ACT2FN, *OWN_ACTIVATIONS}, listed=False)
         if self.use_parallel_residual and self.norm_position == "post":
             _refuse(self, "use_parallel_residual", "needs norm_position='pre': branches in parallel have no norm after")
+        if self.norm_residual and (self.norm_position == "post" or self.use_parallel_residual):
+            _refuse(self, "norm_residual", "needs norm_position='pre' and use_parallel_residual=False")
+        if self.clip_qkv is not None and not 0 < self.clip_qkv < math.inf:
+            _refuse(self, "clip_qkv", "must be a finite number above 0, or None for no limit")
         self._validate_memory()
         self._validate_clusters()
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

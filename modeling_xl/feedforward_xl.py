@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer, and the norms."""
+"""The feed-forward half of a layer, its activations, and the norms."""
 
 import torch
 from torch import nn
@@ -28,6 +28,21 @@ def make_norm(config) -> nn.Module:
     return XLLayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
+class BloomGELU(nn.Module):
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with the root cut off as Bloom has it: 1e-9 beside `gelu_new`."""
+
+    def forward(self, states):
+        return 0.5 * states * (1 + torch.tanh(0.79788456 * states * (1 + 0.044715 * states * states)))
+
+
+# Beside those of transformers.activations.ACT2FN.
+OWN_ACTIVATIONS = {"gelu_bloom": BloomGELU}
+
+
+def make_activation(name: str) -> nn.Module:
+    return OWN_ACTIVATIONS[name]() if name in OWN_ACTIVATIONS else ACT2FN[name]
+
+
 class XLFeedForward(nn.Module):
     """down(act(gate x) * up x) where `gated_mlp` (Shazeer 2020), else down(act(up x)); (B, t, E) -> (B, t, E)."""
 
@@ -37,7 +52,7 @@ class XLFeedForward(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, inner, bias=bias) if config.gated_mlp else None
         self.up_proj = nn.Linear(config.hidden_size, inner, bias=bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias=bias)
-        self.activation = ACT2FN[config.hidden_act]
+        self.activation = make_activation(config.hidden_act)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden_states):

@@ -9,7 +9,8 @@ from .feedforward_xl import XLFeedForward, make_norm
 
 class XLDecoderLayer(GradientCheckpointingLayer):
     """norm_position 'pre': h = x + attn(norm(x)), h + mlp(norm(h)), or both branches from x with `use_parallel_residual`.
-    'post': h = norm(x + attn(x)), norm(h + mlp(h)), as in the original Transformer-XL.
+    'post': h = norm(x + attn(x)), norm(h + mlp(h)), as in the original Transformer-XL. `norm_residual`: 'pre', with norm(x)
+    and norm(h) in place of x and h in the sums.
 
     The memory comes in as `memory_state`, a name that activation checkpointing does not take away, and the new state goes
     out: a layer never writes to the cache, so running it again in the backward pass changes nothing.
@@ -19,6 +20,7 @@ class XLDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.is_pre = config.norm_position == "pre"
         self.is_parallel = config.use_parallel_residual
+        self.norm_residual = config.norm_residual
         self.self_attn = XLAttention(config, layer_idx, make_norm(config) if self.is_pre else nn.Identity())
         self.mlp = XLFeedForward(config)
         self.attention_norm = None if self.is_pre else make_norm(config)
@@ -35,6 +37,9 @@ class XLDecoderLayer(GradientCheckpointingLayer):
             branch = self.mlp(self.mlp_norm(hidden_states))
             hidden_states = hidden_states + self.dropout(attended) + self.dropout(branch)
         else:
-            hidden_states = hidden_states + self.dropout(attended)
-            hidden_states = hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+            residual = self.self_attn.norm(hidden_states) if self.norm_residual else hidden_states
+            hidden_states = residual + self.dropout(attended)
+            normed = self.mlp_norm(hidden_states)
+            residual = normed if self.norm_residual else hidden_states
+            hidden_states = residual + self.dropout(self.mlp(normed))
         return hidden_states, memory_state, weights, aux_loss

@@ -78,10 +78,12 @@ def _project(model, layer, rows):
     """Queries, keys and values (n, H, D) of layer inputs (n, E)."""
     heads, groups = model.config.num_attention_heads, model.config.num_key_value_heads
     projected = layer.self_attn.qkv_proj(layer.self_attn.norm(rows)).view(len(rows), heads + 2 * groups, model.config.head_dim)
-    key, value = (
-        projected[:, first : first + groups].repeat_interleave(heads // groups, 1) for first in (heads, heads + groups)
-    )
-    return projected[:, :heads], key, value
+    if model.config.clip_qkv is not None:
+        projected = projected.clamp(-model.config.clip_qkv, model.config.clip_qkv)
+    query, key, value = projected.split([heads, groups, groups], 1)
+    if model.config.qk_norm:
+        query, key = layer.self_attn.q_norm(query), layer.self_attn.k_norm(key)
+    return query, key.repeat_interleave(heads // groups, 1), value.repeat_interleave(heads // groups, 1)
 
 
 def _read(weights, value):
@@ -278,6 +280,9 @@ def dense_pass(model, ids, documents=None, positions=None, calls=None, mem_len=N
             hidden = layer.mlp_norm(hidden + layer.mlp(hidden))
         elif config.use_parallel_residual:
             hidden = hidden + attended + layer.mlp(layer.mlp_norm(hidden))
+        elif config.norm_residual:
+            hidden = layer.mlp_norm(layer.self_attn.norm(hidden) + attended)
+            hidden = hidden + layer.mlp(hidden)
         else:
             hidden = hidden + attended
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))

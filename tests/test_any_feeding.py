@@ -54,8 +54,9 @@ def test_any_split_in_float32(memory, position, form):
         {"use_parallel_residual": True, "attention_bias": True, "mlp_bias": True, "embedding_norm": True},
         {"head_dim": 10, "num_key_value_heads": 1, "embedding_scale": 3.0, "clamp_len": 4, "untie_r": False},
         {"num_attention_heads": 3, "num_key_value_heads": 3, "embedding_size": 10, "tie_word_embeddings": False},
+        {"qk_norm": True, "clip_qkv": 0.7, "norm_residual": True, "norm_type": "layernorm"},
     ],
-    ids=["post", "parallel", "head_dim_clamp_shared", "projected"],
+    ids=["post", "parallel", "head_dim_clamp_shared", "projected", "norms_and_clip"],
 )
 def test_block_options(block, position, attn_implementation):
     model = tiny_model(position_type=position, attn_implementation=attn_implementation, **block)
