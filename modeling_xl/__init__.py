@@ -22,6 +22,7 @@ from .modeling_xl import (
     XLModel,
     XLPreTrainedModel,
 )
+from .transfo_xl_loader import TransfoXLConfig, TransfoXLLMHeadModel, TransfoXLModel
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,10 @@ AutoModelForCausalLM.register(XLConfig, XLForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(XLConfig, XLForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(XLConfig, XLForTokenClassification, exist_ok=True)
 AutoModelForQuestionAnswering.register(XLConfig, XLForQuestionAnswering, exist_ok=True)
+# Folders of Transformers' former Transformer-XL load as models of this package.
+AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig, exist_ok=True)
+AutoModel.register(TransfoXLConfig, TransfoXLModel, exist_ok=True)
+AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLLMHeadModel, exist_ok=True)
 
 __all__ = [
     "XLCache",

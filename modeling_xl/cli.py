@@ -1,4 +1,4 @@
-"""The command `modeling-xl`: `train`, `evaluate` and `generate`.
+"""The command `modeling-xl`: `train`, `evaluate`, `generate` and `convert`.
 
 Bad input ends with exit code 2 and one line on stderr, a failure with 1.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,10 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train a model from scratch on text files",
-        description="Trains a model with fresh weights on text files, carrying its memory along contiguous streams, "
-        "and saves model, tokenizer and generation config. Settings not given come from the training.json beside the "
-        "config.",
+        help="train a model on text files, from scratch or from the weights of another",
+        description="Trains a model with fresh weights, or those of --weights, on text files, carrying its memory along "
+        "contiguous streams, and saves model, tokenizer and generation config. Settings not given come from the training.json "
+        "beside the config.",
     )
     train.set_defaults(run=_train)
     train.add_argument("config", metavar="CONFIG", help="folder with a config.json, JSON file, or published name")
@@ -67,7 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="without --eval-file: hold out the last part of the training text (default 0.05; 0: no evaluation)",
     )
-    train.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer (default: bytes)")
+    train.add_argument("--weights", metavar="DIR", help="begin with the weights of this model, such as a converted one")
+    train.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer (default: that of --weights, or bytes)")
     train.add_argument("--max-steps", type=count, metavar="N", help="steps (default: one pass over the text)")
     train.add_argument("--max-bytes", type=count, metavar="N", help="stop after this much text")
     train.add_argument("--batch-size", type=count, metavar="B", help="parallel streams a process")
@@ -124,6 +126,42 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=count, metavar="K", help="sample from the K likeliest tokens")
     generate.add_argument("--top-p", type=_number(float, 0, 1, above=True), metavar="P", help="sample from the likeliest P")
     generate.add_argument("--seed", type=count_or_0, default=0, metavar="N", help="of the sampling (default 0)")
+
+    convert = commands.add_parser(
+        "convert",
+        help="make a model of this package of a foreign checkpoint, or the other way round",
+        description="Recognises the family of a checkpoint, converts it tensor by tensor, loads the result and, where "
+        "Transformers has the source's own class, compares logits. Nothing in the source is run. What fails leaves no target.",
+    )
+    convert.set_defaults(run=_convert)
+    convert.add_argument("source", metavar="SOURCE", help="folder, file or prefix of a checkpoint, or a repository of the Hub")
+    convert.add_argument("target", metavar="TARGET", help="folder for the result; must be new or empty")
+    convert.add_argument("--to", metavar="FAMILY", help="SOURCE is a model of this package; make a checkpoint of this family")
+    convert.add_argument(
+        "--memory",
+        metavar="M",
+        help="memory_type of the result (default: the source's own, none for models trained with full attention); with --to, "
+        "none gives the weights alone",
+    )
+    convert.add_argument("--mem-len", type=count_or_0, metavar="M", help="tokens of memory")
+    convert.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment")
+    convert.add_argument(
+        "--sink-tokens",
+        type=count_or_0,
+        metavar="S",
+        help="first tokens that stay attended for ever (default: 4 where a memory is given to a model trained with full "
+        "attention)",
+    )
+    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the result (default: kept)")
+    convert.add_argument("--settings", metavar="JSON", help="file with config fields that the source's files do not show")
+    convert.add_argument(
+        "--max-shard-size",
+        type=_number(int, 1),
+        default=2048,
+        metavar="MIB",
+        help="largest file, and most memory needed, in MiB (default 2048)",
+    )
+    convert.add_argument("--no-check", action="store_true", help="do not load the result and compare it")
     return parser
 
 
@@ -136,7 +174,10 @@ def main(argv: list[str] | None = None) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        args.run(args)
+        with warnings.catch_warnings():
+            # One line that says what to look at, without the place in the code that gave it.
+            warnings.showwarning = lambda message, *_: print(f"modeling-xl: warning: {message}", file=sys.stderr)
+            args.run(args)
         sys.stdout.flush()
         return 0
     except InputError as error:
@@ -205,13 +246,23 @@ def _train(args: argparse.Namespace) -> None:
 
     from .data import InputError, byte_tokenizer, encode, read_text, split_text
     from .evaluate import evaluate
-    from .train import TrainingSettings, check_output_dir, load_config, new_model, save, train, training_settings
+    from .train import (
+        TrainingSettings,
+        check_output_dir,
+        load_config,
+        new_model,
+        pretrained_model,
+        save,
+        train,
+        training_settings,
+    )
 
     check_output_dir(args.output_dir, args.overwrite)
     config, stored = load_config(args.config, segment_len=args.segment_len, mem_len=args.mem_len)
     given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
     settings = training_settings(stored, **given)
-    tokenizer = _load_tokenizer(args.tokenizer) if args.tokenizer else byte_tokenizer()
+    named = args.tokenizer or args.weights
+    tokenizer = _load_tokenizer(named) if named else byte_tokenizer()
     text = read_text(args.train_file)
     if args.eval_file:
         held_out = read_text(args.eval_file)
@@ -221,7 +272,7 @@ def _train(args: argparse.Namespace) -> None:
     if args.eval_file and len(held_out_tokens) < 2:
         raise InputError(f"{', '.join(args.eval_file)}: too short to evaluate on; give 2 tokens at least")
 
-    model = new_model(config, tokenizer, settings.seed)
+    model = pretrained_model(args.weights, config, tokenizer) if args.weights else new_model(config, tokenizer, settings.seed)
     result = train(model, tokens, settings, tokenizer, progress=True)
     if not PartialState().is_main_process:
         return
@@ -319,6 +370,27 @@ def _generate(args: argparse.Namespace) -> None:
         temporary = Path(args.cache_out) / f".{PENDING_FILE}"
         temporary.write_text(json.dumps(left))
         temporary.replace(Path(args.cache_out) / PENDING_FILE)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from .conversion.checkpoint_files import read_json
+    from .conversion.convert import Memory, convert, convert_back
+    from .data import InputError
+
+    options = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size * 2**20}
+    options |= {"check": not args.no_check, "progress": True}
+    memory = Memory(args.memory, args.mem_len, args.segment_len, args.sink_tokens)
+    if args.to is None:
+        settings = read_json(Path(args.settings)) if args.settings else None
+        report = convert(args.source, args.target, memory=memory, settings=settings, **options)
+    else:
+        if args.memory not in (None, "none") or memory != Memory(args.memory) or args.settings:
+            raise InputError("--to takes no option of memory but --memory none, and no --settings")
+        report = convert_back(args.source, args.target, args.to, drop_memory=args.memory == "none", **options)
+    for note in report.notes:
+        print(f"note: {note}")
+    compared = "" if report.difference is None else f"; largest difference of logits {report.difference:.2g}"
+    print(f"converted {report.family}, {report.num_parameters:,} parameters{compared}; saved in {args.target}")
 
 
 def _check_cache_dir(path: Path) -> None:

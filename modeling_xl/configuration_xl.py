@@ -154,8 +154,8 @@ class XLConfig(PreTrainedConfig):
         kind = config_dict.get("model_type")
         if kind not in (None, "", cls.model_type):
             raise ValueError(
-                f"model_type={kind!r} is not {cls.model_type!r}: convert the checkpoint with `modeling-xl convert SOURCE TARGET`; "
-                "one of 'transfo-xl' is loaded by AutoModelForCausalLM.from_pretrained as it is."
+                f"model_type={kind!r} is not {cls.model_type!r}: convert it with `modeling-xl convert SOURCE TARGET`; "
+                "a checkpoint of 'transfo-xl' is loaded by AutoModelForCausalLM.from_pretrained as it is."
             )
         return super().from_dict(config_dict, **kwargs)
 

@@ -4,6 +4,7 @@ A stream is one part of the text, read by one row of the batch, segment after se
 is always the text just before. Letters: N tokens of the text, B streams, T columns of a block.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +70,24 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The token ids [N] of `text`, with no special token added or recognised inside it."""
+    """The token ids [N] of `text`, with no special token added or recognised inside it.
+
+    Warns of words that the tokenizer does not know, with their number: a model scored on those is scored on another text.
+    """
     if isinstance(tokenizer, ByT5Tokenizer):
         # Its own encoding, without a Python object a byte, and without reading a literal "</s>" as the end token.
         ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64) + tokenizer.offset
         return torch.from_numpy(ids)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
+    unknown = 0
+    if tokenizer.unk_token_id is not None:
+        unknown = ids.count(tokenizer.unk_token_id) - text.count(tokenizer.unk_token)  # a text may say "<unk>" itself
+    if unknown > 0:
+        warnings.warn(
+            f"{unknown} of {len(ids)} tokens ({unknown / len(ids):.1%}) are unknown to the tokenizer and became "
+            f"{tokenizer.unk_token}; is the text of the kind that the vocabulary was made from?",
+            stacklevel=2,
+        )
     return torch.tensor(ids, dtype=torch.long)
 
 

@@ -121,12 +121,31 @@ def training_settings(stored: dict[str, Any], **overrides: Any) -> TrainingSetti
 
 def new_model(config: XLConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> XLForCausalLM:
     """A model with fresh weights, the same for the same seed."""
-    if len(tokenizer) > config.vocab_size:
-        raise InputError(f"vocab_size={config.vocab_size} is less than the tokenizer's {len(tokenizer)} ids; raise it")
+    _check_vocabulary(config, tokenizer)
     set_seed(seed)
     model = XLForCausalLM(config)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
+
+
+def pretrained_model(source: str | Path, config: XLConfig, tokenizer: PreTrainedTokenizerBase) -> XLForCausalLM:
+    """The model in the folder `source` with another memory, or other dropout, as `config` says. All weights are those there."""
+    _check_vocabulary(config, tokenizer)
+    try:
+        model, info = XLForCausalLM.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # several classes of error, according to which file is wrong and how
+        raise InputError.about(source, error) from error
+    if info["missing_keys"] or info["unexpected_keys"]:
+        names = ", ".join(sorted({*info["missing_keys"], *info["unexpected_keys"]})[:4])
+        raise InputError(
+            f"{source}: its weights are of another model than the config ({names}, ...); give the config beside them"
+        )
+    return model
+
+
+def _check_vocabulary(config: XLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    if len(tokenizer) > config.vocab_size:
+        raise InputError(f"vocab_size={config.vocab_size} is less than the tokenizer's {len(tokenizer)} ids; raise it")
 
 
 def train(
