@@ -82,7 +82,10 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     path = Path(target)
     if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise InputError(f"{path}: exists and is not an empty folder; give a new one")
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: no folder can be made there ({error.strerror}); give another") from None
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.absolute().parent) as temporary:
         folder = Path(temporary) / "model"
         folder.mkdir()
@@ -327,7 +330,9 @@ def _check(
     ids = torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     found = _logits(tested, ids)
     if not bool(torch.isfinite(found).all()):
-        raise RuntimeError("the converted model gives logits that are not finite; nothing was written")
+        raise InputError(
+            f"{fields.where}: its weights give logits that are not finite, so they are damaged or overflow float32"
+        )
     why = fields.not_compared
     if reference is None:
         why = "Transformers has no class of the source"

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from modeling_xl.configuration_xl import XLConfig
 from modeling_xl.data import InputError
+from modeling_xl.transfo_xl_loader import TransfoXLConfig
 
 from .weight_map import Rule, listed
 
@@ -189,6 +190,11 @@ class ForeignFiles(Family):
                 f"{files.where}: does not show {', '.join(missing)}; write the values of its run into a JSON "
                 f"file, such as {{{text}}}, and give it with --settings, or put it beside the checkpoint as config.json"
             )
-        fields = SourceFields(files.where, given | shown)
+        values = given | shown
+        try:  # the former config has these fields, and knows their types
+            TransfoXLConfig(**{name: value for name, value in values.items() if name in TransfoXLConfig.__annotations__})
+        except Exception as error:  # several classes of error, according to which check failed
+            raise InputError.about(f"{files.where} (settings)", error) from error
+        fields = SourceFields(files.where, values)
         fields.ignore(*self.of_a_run)
         return fields

@@ -51,6 +51,8 @@ def open_source(source: str | Path, settings: dict[str, Any] | None = None) -> S
     beside = read_json(config) if path.is_dir() and config.is_file() else {}
     kind = beside.get("model_type")
     if kind is not None:
+        if not isinstance(kind, str):
+            raise InputError(f"{config}: model_type {kind!r} must be a string")
         if kind == XLConfig.model_type:
             raise InputError(f"{path}: is a model of this package already; --to FAMILY makes one of another family of it")
         if kind not in BY_MODEL_TYPE:
@@ -62,7 +64,12 @@ def open_source(source: str | Path, settings: dict[str, Any] | None = None) -> S
             config = file.parent / "config.json"
             given = (read_json(config) if config.is_file() else {}) | (settings or {})
             tensors = family.open(file)
-            return Source(family, family.joined(tensors, given), tensors, file.parent, _names(tensors))
+            try:
+                fields = family.joined(tensors, given)
+            except BaseException:
+                tensors.close()
+                raise
+            return Source(family, fields, tensors, file.parent, _names(tensors))
     raise InputError(
         f"{path}: no checkpoint of a known family; give a folder with config.json and weights, a model.pt or state_dict.pt of "
         "the original PyTorch code, or the folder or prefix of a TensorFlow checkpoint (model.ckpt-N)"

@@ -117,7 +117,7 @@ def check_names(where: str, there: Iterable[str], wanted: Iterable[str], drops: 
     left = {name for name in there - wanted if not any(re.fullmatch(pattern, name) for pattern in drops)}
     if left:
         raise InputError(
-            f"{where}: holds {listed(left)}, which have no place in the result: they may belong to a variant of the architecture "
+            f"{where}: holds {listed(left)}, which have no place in the result: they may belong to a variant of the family "
             "that is not known here, so nothing was converted"
         )
 
@@ -136,6 +136,8 @@ def apply_forth(
     """(name, tensor) of each target; of the sources only those of one rule are in memory at a time."""
     for rule in rules:
         tensors = [read(name) for name in rule.sources]
+        if integers := [name for name, tensor in zip(rule.sources, tensors, strict=True) if not tensor.is_floating_point()]:
+            raise InputError(f"{where}: {listed(integers)} hold integers: quantised weights do not convert; take the full ones")
         if rule.sizes and [len(t) for t in tensors] != list(rule.sizes):
             raise InputError(
                 f"{where}: {', '.join(rule.sources)} have {', '.join(str(len(t)) for t in tensors)} rows; its config asks for "

@@ -48,8 +48,10 @@ class XLPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
     _supports_context_parallel = False  # a memory does not lie on one rank's part of the text
     _can_compile_fullgraph = False
-    # In files of the former Transformer-XL: sinusoids, which follow from the config; shared biases once more for each layer.
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"\bpos_emb\.inv_freq$", r"\bdec_attn\.r_[wr]_bias$"]
+    # In files of the former Transformer-XL: sinusoids, which follow from the config, and what is tied, a second time.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
+        *(r"\bpos_emb\.inv_freq$", r"\bdec_attn\.r_[wr]_bias$", r"^crit\.out_(layers\.\d+\.weight|projs\.\d+)$")
+    ]
 
     @torch.no_grad()
     def _init_weights(self, module):

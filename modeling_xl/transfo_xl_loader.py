@@ -71,8 +71,12 @@ class TransfoXLConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
 
-def _translated(config: TransfoXLConfig) -> tuple[XLConfig, dict[str, str]]:
-    """This package's config, and new names of tensors by patterns of the old ones."""
+# Settings of any config, that a caller may have given for the old one.
+COMMON_FIELDS = ("dtype", "output_hidden_states", "output_attentions", "return_dict", "use_cache")
+
+
+def _translated(config: TransfoXLConfig, **changes: Any) -> tuple[XLConfig, dict[str, str]]:
+    """This package's config, with `changes` of its fields, and new names of tensors by patterns of the old ones."""
     # Not at the top: in a checkout that is not installed, the package is whole but for `conversion`.
     from .conversion.from_transfo_xl import TransfoXLFamily
     from .conversion.sources import transformers_fields
@@ -83,7 +87,8 @@ def _translated(config: TransfoXLConfig) -> tuple[XLConfig, dict[str, str]]:
             "that this package needs; convert it: modeling-xl convert SOURCE TARGET"
         )
     family, fields = TransfoXLFamily(), transformers_fields(config.name_or_path or "config", config)
-    ours = XLConfig(**family.config(fields))
+    changes = {name: getattr(config, name) for name in COMMON_FIELDS if hasattr(config, name)} | changes
+    ours = XLConfig(**family.config(fields) | changes, attn_implementation=config._attn_implementation)
     fields.check_all_understood()
     # Asked for without names of tensors: those of a file in which every tensor has its own.
     rules = family.rules(ours, fields, family.all_names(ours))
@@ -97,10 +102,16 @@ class _Loader:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, config: Any = None, **kwargs: Any):
+        """As `PreTrainedModel.from_pretrained`. Fields of the old config and of `XLConfig` may be given, such as `mem_len`."""
         if config is None:
-            config = TransfoXLConfig.from_pretrained(pretrained_model_name_or_path)
-        ours, key_mapping = _translated(config)
-        return cls.loads.from_pretrained(pretrained_model_name_or_path, *args, config=ours, key_mapping=key_mapping, **kwargs)
+            config, kwargs = TransfoXLConfig.from_pretrained(pretrained_model_name_or_path, return_unused_kwargs=True, **kwargs)
+        changes = {name: kwargs.pop(name) for name in list(kwargs) if name in XLConfig.__annotations__}
+        ours, key_mapping = _translated(config, **changes)
+        loaded = cls.loads.from_pretrained(pretrained_model_name_or_path, *args, config=ours, key_mapping=key_mapping, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Transformers keeps the renaming and would undo it where the model is saved.
+        model._weight_conversions = []
+        return loaded
 
     @classmethod
     def _from_config(cls, config: TransfoXLConfig, **kwargs: Any):
