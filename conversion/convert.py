@@ -185,7 +185,8 @@ def convert_back(
     if family is None or not family.runs_back:
         raise InputError(f"--to {to}: is not one of {', '.join(name for name, f in FAMILIES.items() if f.runs_back)}")
     path = Path(source)
-    config = _own_config(path, drop_memory)
+    own = _own_config(path)
+    config = _without_memory(own) if drop_memory else own
     kind = family.model_types[0]
     try:
         foreign = CONFIG_MAPPING[kind].from_dict({"model_type": kind, **family.fields(config)})
@@ -206,7 +207,7 @@ def convert_back(
         _copy_companions(path, folder)
         report = Report(to, stored.num_parameters, notes=fields.notes)
         if check:
-            _check(report, fields, folder, path, config, _tolerance(family, config, dtype))
+            _check(report, fields, folder, path, own, _tolerance(family, own, dtype))
     return report
 
 
@@ -279,16 +280,19 @@ def _convert_vocabulary(source: Source, folder: Path) -> None:
     make_tokenizer(vocabulary).save_pretrained(folder)
 
 
-def _own_config(path: Path, drop_memory: bool) -> XLConfig:
+def _own_config(path: Path) -> XLConfig:
     values = read_json(path / "config.json")
     if values.get("model_type") != XLConfig.model_type:
         raise InputError(f"{path}: is of model_type {values.get('model_type')!r}; --to needs a model of this package, 'xl'")
-    if drop_memory:
-        values = {name: value for name, value in values.items() if name not in MEMORY_FIELDS} | {"memory_type": "none"}
     try:
         return XLConfig.from_dict(values)
     except Exception as error:  # several classes of error, according to which check of the config failed
         raise InputError.about(path / "config.json", error) from error
+
+
+def _without_memory(config: XLConfig) -> XLConfig:
+    values = {name: value for name, value in config.to_dict().items() if name not in MEMORY_FIELDS}
+    return XLConfig.from_dict({**values, "memory_type": "none"})
 
 
 def _check_nothing_lost(path: Path, to: str, config: XLConfig, again: XLConfig) -> None:

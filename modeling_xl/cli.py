@@ -228,7 +228,9 @@ def _load_model(source: str) -> tuple[Any, Any]:
     with _blaming(f"{source}: no model could be loaded"):
         model_type = PreTrainedConfig.get_config_dict(source)[0].get("model_type")
         if model_type != XLForCausalLM.config_class.model_type:
-            raise InputError(f"{source}: is a model of type {model_type!r}; this command runs models of type 'xl'")
+            raise InputError(
+                f"{source}: is a model of type {model_type!r}; this command runs models of type 'xl'; modeling-xl convert makes one"
+            )
         model = XLForCausalLM.from_pretrained(source).to(PartialState().device).eval()
     tokenizer = _load_tokenizer(source)
     if len(tokenizer) > model.config.vocab_size:

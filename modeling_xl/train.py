@@ -132,11 +132,14 @@ def pretrained_model(source: str | Path, config: XLConfig, tokenizer: PreTrained
     """The model in the folder `source` with another memory, or other dropout, as `config` says. All weights are those there."""
     _check_vocabulary(config, tokenizer)
     try:
-        model, info = XLForCausalLM.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
+        model, info = XLForCausalLM.from_pretrained(
+            source, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except Exception as error:  # several classes of error, according to which file is wrong and how
         raise InputError.about(source, error) from error
-    if info["missing_keys"] or info["unexpected_keys"]:
-        names = ", ".join(sorted({*info["missing_keys"], *info["unexpected_keys"]})[:4])
+    others = {*info["missing_keys"], *info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    if others:
+        names = ", ".join(sorted(others)[:4])
         raise InputError(
             f"{source}: its weights are of another model than the config ({names}, ...); give the config beside them"
         )

@@ -3,11 +3,14 @@
 import ast
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 import modeling_xl
+import modeling_xl.conversion
+from modeling_xl.conversion.families import FAMILIES
 from modeling_xl.memories import MEMORY_MECHANISMS
 from modeling_xl.positions import POSITION_SCHEMES
 
@@ -75,6 +78,36 @@ def test_indexes_name_every_file(index, prefix):
     assert files == set(index)
     for name, member in index.items():
         assert member.name == name and member.__module__.endswith(f"{prefix}{name}")
+
+
+CONVERSION = Path(modeling_xl.conversion.__file__).parent
+# From left to right, as above.
+CONVERSION_ORDER = [
+    {"convert"},
+    {"sources"},
+    {"families"},
+    {"from_*"},
+    {"family", "vocabulary", "checkpoint_files"},
+    {"weight_map", "restricted_pickle", "tensorflow_checkpoint"},
+]
+
+
+def test_families_name_every_file():
+    files = {path.stem for path in CONVERSION.glob("from_*.py")}
+    assert files == {type(family).__module__.rsplit(".", 1)[1] for family in FAMILIES.values()}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONVERSION.glob("*.py") if path.stem != "__init__"))
+def test_imports_of_conversion_point_one_way(name):
+    """One family may build on another, as what is named like Llama does."""
+
+    def place(module: str) -> int:
+        return next(i for i, group in enumerate(CONVERSION_ORDER) if any(fnmatch(module, pattern) for pattern in group))
+
+    for module, level, _ in imports(CONVERSION / f"{name}.py"):
+        if level:
+            both_are_families = name.startswith("from_") and module.startswith("from_")
+            assert place(module) > place(name) or both_are_families, f"{name} imports {module}"
 
 
 def test_no_code_runs_from_a_loaded_file():
