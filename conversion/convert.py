@@ -195,7 +195,7 @@ def convert_back(
     except Exception as error:  # several classes of error, according to which check of either config failed
         raise InputError(f"{path}: its config cannot be expressed in {to} ({(error.__cause__ or error)})") from error
     _check_nothing_lost(path, to, config, again)
-    rules = family.rules(again, fields, family.all_names(again))
+    rules = family.rules(again, fields, [])
     with new_folder(target) as folder, contextlib.closing(open_weights(path)) as tensors:
         check_names(str(path), tensors.names(), [rule.target for rule in rules])
         count = len({name for rule in rules for name in rule.sources})

@@ -126,7 +126,7 @@ class Family:
         raise NotImplementedError
 
     def rules(self, config: XLConfig, fields: SourceFields, names: Iterable[str]) -> list[Rule]:
-        """A rule for each tensor of the model. names: the tensors that there are in the file."""
+        """A rule for each tensor of the model. names: the tensors that there are in the file; none on the way back."""
         raise NotImplementedError
 
     def dropped(self, config: XLConfig) -> list[str]:
@@ -138,10 +138,6 @@ class Family:
         """How far logits of the foreign class may be from ours, in float32, as a part of the largest: rounding by other
         kernels, and what the class itself rounds."""
         return 1e-3
-
-    def all_names(self, config: XLConfig) -> list[str]:
-        """The tensors, of those that a file may lack, that `rules` should take to be there on the way back."""
-        return []
 
     def fields(self, config: XLConfig) -> dict[str, Any]:
         """The source's config of a model of this package; what it cannot express is found by converting it again."""

@@ -115,11 +115,12 @@ def decoder_rules(config: XLConfig, prefix: str) -> list[Rule]:
 
 
 def vocabulary_rules(
-    config: XLConfig, prefix: str, names: Iterable[str], cluster_rows: torch.Tensor | None = None
+    config: XLConfig, prefix: str, fields: SourceFields, names: Iterable[str], cluster_rows: torch.Tensor | None = None
 ) -> list[Rule]:
     """Embedding and head. cluster_rows: the order of the clusters' rows in the file, if not ours."""
     names, embedding = set(names), f"{prefix}word_emb"
     num_clusters = len(config.cutoffs) + 1
+    tied_there = fields("tie_projs", None) or [False] * num_clusters  # and may be untied here
     is_split, is_projected = config.div_val > 1, config.embedding_size != config.hidden_size
     num_tables = num_clusters if is_split else 1
     rules = []
@@ -139,9 +140,8 @@ def vocabulary_rules(
         for i, is_tied in enumerate(config.tie_projs or [config.tie_word_embeddings] * num_clusters):
             if is_tied:
                 continue
-            # A projection that was tied is not in a file that holds no tensor twice.
             source = f"crit.out_projs.{i}"
-            if source not in names:
+            if tied_there[i] and source not in names:  # a file of safetensors holds no tensor twice
                 source = f"{embedding}.emb_projs.{i if is_split else 0}"
             rules.append(rename(source, f"lm_head.projections.{i}.weight"))
     if num_clusters > 1:
@@ -172,11 +172,7 @@ class TransfoXLFamily(Family):
         return xl_config(fields, window_beyond_memory=0, initial_memory="zeros")
 
     def rules(self, config: XLConfig, fields: SourceFields, names: Iterable[str]) -> list[Rule]:
-        return [*decoder_rules(config, self.base_prefix), *vocabulary_rules(config, self.base_prefix, names)]
-
-    def all_names(self, config: XLConfig) -> list[str]:
-        """Output projections of all clusters, as in a file that leaves out no tied tensor."""
-        return [f"crit.out_projs.{i}" for i in range(len(config.cutoffs) + 1)]
+        return [*decoder_rules(config, self.base_prefix), *vocabulary_rules(config, self.base_prefix, fields, names)]
 
     def dropped(self, config: XLConfig) -> list[str]:
         drops = [*self.drops, *tied_names(config)]

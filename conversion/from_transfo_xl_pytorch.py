@@ -154,7 +154,7 @@ class TransfoXLPyTorch(ForeignFiles):
 
     def rules(self, config: XLConfig, fields: SourceFields, names: Iterable[str]) -> list[Rule]:
         reverse = torch.arange(len(config.cutoffs) - 1, -1, -1)
-        return [*decoder_rules(config, ""), *vocabulary_rules(config, "", names, cluster_rows=reverse)]
+        return [*decoder_rules(config, ""), *vocabulary_rules(config, "", fields, names, cluster_rows=reverse)]
 
     def dropped(self, config: XLConfig) -> list[str]:
         return [*self.drops, *tied_names(config)]

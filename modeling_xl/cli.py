@@ -229,7 +229,7 @@ def _load_model(source: str) -> tuple[Any, Any]:
         model_type = PreTrainedConfig.get_config_dict(source)[0].get("model_type")
         if model_type != XLForCausalLM.config_class.model_type:
             raise InputError(
-                f"{source}: is a model of type {model_type!r}; this command runs models of type 'xl'; modeling-xl convert makes one"
+                f"{source}: is a model of type {model_type!r} and not 'xl'; make one of it with modeling-xl convert"
             )
         model = XLForCausalLM.from_pretrained(source).to(PartialState().device).eval()
     tokenizer = _load_tokenizer(source)
@@ -424,7 +424,18 @@ def _streamer(tokenizer: Any) -> Any:
     from transformers import TextStreamer
 
     class Stdout(TextStreamer):
-        """Ends with a newline on a terminal only, so that the outputs of chained runs join to the text of one."""
+        """Ends with a newline on a terminal only, so that the outputs of chained runs join to the text of one.
+
+        What is printed first is decoded behind the prompt's last token: by itself it would lose its space where a tokenizer
+        begins words with one.
+        """
+
+        def put(self, value: Any) -> None:
+            is_prompt = self.next_tokens_are_prompt
+            super().put(value)
+            if is_prompt:
+                self.token_cache = value[0, -1:].tolist()
+                self.print_len = len(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             print(text, end="\n" if stream_end and sys.stdout.isatty() else "", flush=True)

@@ -90,8 +90,7 @@ def _translated(config: TransfoXLConfig, **changes: Any) -> tuple[XLConfig, dict
     changes = {name: getattr(config, name) for name in COMMON_FIELDS if hasattr(config, name)} | changes
     ours = XLConfig(**family.config(fields) | changes, attn_implementation=config._attn_implementation)
     fields.check_all_understood()
-    # Asked for without names of tensors: those of a file in which every tensor has its own.
-    rules = family.rules(ours, fields, family.all_names(ours))
+    rules = family.rules(ours, fields, [])
     return ours, {f"^{re.escape(rule.sources[0])}$": rule.target for rule in rules}
 
 

@@ -6,7 +6,16 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from modeling_xl import XLConfig, XLForCausalLM
 from modeling_xl.cli import main
@@ -109,6 +118,14 @@ class TestMemory:
     def test_none_is_the_default(self, llama, tmp_path):
         assert self.config(llama, tmp_path).memory_type == "none"
 
+    def test_all_of_it_is_in_the_saved_config(self, llama, tmp_path):
+        """Report B07: a converted config had lost its memory length."""
+        self.config(llama, tmp_path, "recurrence", mem_len=9, segment_len=5, sink_tokens=3)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "target").save_pretrained(tmp_path / "again")
+        config = AutoConfig.from_pretrained(tmp_path / "again")
+        found = (config.memory_type, config.mem_len, config.segment_len, config.num_sink_tokens)
+        assert found == ("recurrence", 9, 5, 3)
+
     def test_sinks_are_given_with_a_memory(self, llama, tmp_path):
         config = self.config(llama, tmp_path, "recurrence", mem_len=9, segment_len=5)
         assert (config.mem_len, config.segment_len, config.num_sink_tokens) == (9, 5, 4)
@@ -179,6 +196,22 @@ class TestCommand:
     def test_options_of_the_other_direction(self, llama, tmp_path, capsys, options):
         assert main(["convert", str(llama), str(tmp_path / "target"), "--to", "llama", *options]) == 2
         assert "--to takes no option of memory but --memory none" in capsys.readouterr().err
+
+    def test_chained_outputs_join_where_words_begin_with_a_space(self, llama, tmp_path, capsys):
+        """Tokenizers of Llama's kind take the space off what they decode first."""
+        words = {word: i for i, word in enumerate(["<unk>", *(f"▁{chr(97 + i)}" for i in range(26)), *map(str, range(26))])}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(llama)
+        assert main(["convert", str(llama), str(tmp_path / "xl"), "--memory", "recurrence"]) == 0
+        capsys.readouterr()
+        generate = ["generate", str(tmp_path / "xl"), "--max-new-tokens"]
+        assert main([*generate, "12", "--prompt", "a b c"]) == 0
+        whole = capsys.readouterr().out
+        assert main([*generate, "5", "--prompt", "a b c", "--cache-out", str(tmp_path / "cache")]) == 0
+        assert main([*generate, "7", "--cache-in", str(tmp_path / "cache")]) == 0
+        assert capsys.readouterr().out == whole and " " in whole
 
     def test_training_goes_on_from_converted_weights(self, tmp_path, capsys):
         config = LlamaConfig(**{**SIZES, "vocab_size": 259}, num_key_value_heads=2)
