@@ -64,7 +64,9 @@ class TorchFiles:
         self._tensors: dict[str, LazyTensor] = {}
         for path in paths:
             root = self._stack.enter_context(RestrictedFile(path)).root
-            if not isinstance(root, dict) or not all(isinstance(value, LazyTensor) for value in root.values()):
+            if not isinstance(root, dict) or not all(
+                isinstance(name, str) and isinstance(value, LazyTensor) for name, value in root.items()
+            ):
                 self.close()
                 raise InputError(f"{path}: holds no mapping of names to tensors, which a file of weights must")
             self._tensors |= root
@@ -107,7 +109,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold one JSON object, got {type(values).__name__}")

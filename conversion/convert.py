@@ -4,7 +4,10 @@ Everything is written into a folder beside the target and renamed at the very en
 """
 
 import contextlib
+import copy
+import functools
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
@@ -21,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from modeling_xl.configuration_xl import XLConfig
 from modeling_xl.data import InputError
+from modeling_xl.feedforward_xl import OWN_ACTIVATIONS
 from modeling_xl.head_xl import tied_weights
 from modeling_xl.memories import MEMORY_MECHANISMS
 from modeling_xl.modeling_xl import XLForCausalLM
@@ -30,7 +34,7 @@ from .families import FAMILIES
 from .family import Family, SourceFields
 from .sources import Source, open_source, transformers_fields
 from .vocabulary import find_vocabulary, make_tokenizer, read_symbols
-from .weight_map import apply_back, apply_forth, check_names, check_rules, listed
+from .weight_map import apply_back, apply_forth, check_names, check_precision, check_rules, listed
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SINKS = 4  # for models trained to see everything: much of their attention goes to the first tokens
@@ -47,6 +51,7 @@ MEMORY_FIELDS = (
     *("compressed_mem_len", "compression_rate", "compression_fn", "compression_dilation", "compression_loss"),
     *("compression_loss_coef", "feature_map", "num_random_features", "redraw_interval"),
 )
+MEMORY_TENSORS = r".*\.self_attn\.memory\..*"
 # Fields that only one position scheme reads.
 FIELDS_OF_SCHEMES = {
     "xl": ("clamp_len", "untie_r"),
@@ -79,20 +84,22 @@ class Report:
 @contextlib.contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
     """A folder to write into, which takes the target's place, new or empty, if nothing fails."""
-    path = Path(target)
-    if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise InputError(f"{path}: exists and is not an empty folder; give a new one")
+    path = Path(target).absolute()
     try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path}: no folder can be made there ({error.strerror}); give another") from None
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.absolute().parent) as temporary:
+        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
+            raise InputError(f"{path}: exists and is not an empty folder; give a new one")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent)
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{target}: no folder can be made there ({error}); give another") from None
+    with beside as temporary:
         folder = Path(temporary) / "model"
         folder.mkdir()
         yield folder
-        if path.is_dir():
-            path.rmdir()
-        folder.rename(path)
+        try:
+            folder.replace(path)  # also of a folder that is empty
+        except OSError as error:
+            raise InputError(f"{path}: was filled meanwhile ({error.strerror}); give another folder") from None
 
 
 def target_config(source: Source, memory: Memory) -> XLConfig:
@@ -139,6 +146,8 @@ def convert(
     """
     with new_folder(target) as folder, contextlib.closing(open_source(source, settings)) as opened:
         config = target_config(opened, memory or Memory())
+        if config.num_hidden_layers > len(opened.names):
+            raise InputError(f"{opened.fields.where}: speaks of {config.num_hidden_layers} layers, and there are fewer tensors")
         with torch.device("meta"):
             model = XLForCausalLM(config)
         tied = tied_weights(config) if config.tie_word_embeddings else {}
@@ -147,6 +156,7 @@ def convert(
         rules = opened.family.rules(config, opened.fields, opened.names)
         drops = opened.family.dropped(config)
         check_rules(opened.fields.where, rules, opened.names, drops, shapes.keys() - set(fresh))
+        _check_ties(opened, config)
         made = apply_forth(opened.fields.where, rules, opened.read, shapes)
         constant = [rule.target for rule in rules if rule.constant is not None]
         tensors = _Stored(chain(made, _fresh_tensors(model, fresh)), dtype, len(shapes), progress, {*fresh, *constant})
@@ -161,8 +171,8 @@ def convert(
         if fresh:
             report.notes.append(f"{len(fresh)} tensors of the memory are new and have to be trained: {listed(fresh)}")
         if check:
-            reference = opened.folder if opened.has_class else None
-            _check(report, opened.fields, reference, folder, config, _tolerance(opened.family, config, dtype))
+            theirs = opened.folder if opened.has_class else None
+            _check(report, opened.fields, folder, theirs, config, _tolerance(opened.family, config, dtype))
     return report
 
 
@@ -189,17 +199,33 @@ def convert_back(
     config = _without_memory(own) if drop_memory else own
     kind = family.model_types[0]
     try:
-        foreign = CONFIG_MAPPING[kind].from_dict({"model_type": kind, **family.fields(config)})
+        # A copy: some classes complete the values that they are given.
+        values = copy.deepcopy(family.fields(config))
+        foreign = CONFIG_MAPPING[kind].from_dict({"model_type": kind, **values})
         fields = transformers_fields(str(path / "config.json"), foreign)
         again = XLConfig(**{"memory_type": "none", **family.config(fields)})
     except Exception as error:  # several classes of error, according to which check of either config failed
         raise InputError(f"{path}: its config cannot be expressed in {to} ({(error.__cause__ or error)})") from error
     _check_nothing_lost(path, to, config, again)
+    if config.hidden_act in OWN_ACTIVATIONS and config.hidden_act in values.values():
+        raise InputError(f"{path}: hidden_act={config.hidden_act!r} is known to this package and bloom only")
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in XLForCausalLM(config).state_dict().items()}
     rules = family.rules(again, fields, [])
+    drops = list(map(re.escape, tied_weights(config) if config.tie_word_embeddings else {}))
+    drops += [MEMORY_TENSORS] if drop_memory else []
     with new_folder(target) as folder, contextlib.closing(open_weights(path)) as tensors:
-        check_names(str(path), tensors.names(), [rule.target for rule in rules])
+        check_names(str(path), tensors.names(), [rule.target for rule in rules], drops)
+
+        def read(name: str) -> torch.Tensor:
+            tensor = tensors.read(name)
+            check_precision(str(path), [name], [tensor])
+            if tensor.shape != shapes[name]:
+                raise InputError(f"{path}: {name} has shape {list(tensor.shape)}; its config asks for {list(shapes[name])}")
+            return tensor
+
         count = len({name for rule in rules for name in rule.sources})
-        stored = _Stored(apply_back(str(path), rules, tensors.read), dtype, count, progress)
+        stored = _Stored(apply_back(str(path), rules, read), dtype, count, progress)
         write_weights(folder, iter(stored), max_shard_bytes)
         foreign.dtype = stored.widest
         foreign.architectures = foreign.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
@@ -207,7 +233,7 @@ def convert_back(
         _copy_companions(path, folder)
         report = Report(to, stored.num_parameters, notes=fields.notes)
         if check:
-            _check(report, fields, folder, path, own, _tolerance(family, own, dtype))
+            _check(report, fields, path, folder, config, _tolerance(family, config, dtype))
     return report
 
 
@@ -235,14 +261,17 @@ class _Stored:
         for name, tensor in self.tensors:
             if tensor.is_floating_point():
                 own = self.widest if name in self.made_up and self.found else tensor.dtype
-                tensor = tensor.to(self.dtype or own)
+                stored = tensor.to(self.dtype or own)
+                if bool((stored.isfinite() != tensor.isfinite()).any()):
+                    raise InputError(f"{name} holds numbers too large for {stored.dtype}; choose bfloat16 or float32")
+                tensor = stored
                 self.found.add(tensor.dtype)
             self.num_parameters += tensor.numel()
             yield name, tensor
 
     @property
     def widest(self) -> torch.dtype:
-        return max(self.found, key=lambda dtype: dtype.itemsize)
+        return functools.reduce(torch.promote_types, self.found)
 
 
 def _fresh_tensors(model: XLForCausalLM, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -298,9 +327,8 @@ def _without_memory(config: XLConfig) -> XLConfig:
 def _check_nothing_lost(path: Path, to: str, config: XLConfig, again: XLConfig) -> None:
     """again: what the foreign config would be converted to. Fields that change no number may differ."""
     if config.layer_memory_types != again.layer_memory_types:
-        raise InputError(
-            f"{path}: memory_type={config.memory_type!r} has no counterpart in {to}; --memory none converts the weights alone"
-        )
+        mend = "" if again.memory_type != "none" else "; --memory none converts the weights alone"
+        raise InputError(f"{path}: memory_type={config.memory_type!r} has no counterpart in {to}{mend}")
     unused = {"bptt_segments", "use_cache"}
     if again.memory_type == "none":
         unused.update(MEMORY_FIELDS)
@@ -310,10 +338,29 @@ def _check_nothing_lost(path: Path, to: str, config: XLConfig, again: XLConfig) 
     lost = [
         f"{name}={getattr(config, name)!r}"
         for name in XLConfig.__annotations__
-        if name not in unused and getattr(config, name) != getattr(again, name)
+        if name not in unused and _comparable(config, name) != _comparable(again, name)
     ]
     if lost:
         raise InputError(f"{path}: {listed(lost)} cannot be expressed in {to}; the model cannot be converted without loss")
+
+
+def _comparable(config: XLConfig, name: str) -> Any:
+    """A field's value, the same for two ways to say the same."""
+    value = getattr(config, name)
+    if name == "tie_projs" and value is None:
+        return [config.tie_word_embeddings] * (len(config.cutoffs) + 1)
+    if name == "rope_parameters" and value is not None:
+        return {"partial_rotary_factor": 1.0, **value}
+    return value
+
+
+def _check_ties(source: Source, config: XLConfig) -> None:
+    for name, partner in source.family.ties(config).items():
+        if name in source.names and not torch.equal(source.read(name), source.read(partner)):
+            raise InputError(
+                f"{source.fields.where}: says that {name} is tied to {partner}, and the file holds two that differ; set "
+                "tie_word_embeddings to false if both are meant"
+            )
 
 
 def _tolerance(family: Family, config: XLConfig, dtype: str | None) -> float:
@@ -321,10 +368,8 @@ def _tolerance(family: Family, config: XLConfig, dtype: str | None) -> float:
     return math.inf if dtype in ("bfloat16", "float16") else family.tolerance(config)
 
 
-def _check(
-    report: Report, fields: SourceFields, reference: Path | None, tested: Path, config: XLConfig, tolerance: float
-) -> None:
-    """Loads the result, and compares it with the reference where there is one.
+def _check(report: Report, fields: SourceFields, ours: Path, theirs: Path | None, config: XLConfig, tolerance: float) -> None:
+    """Loads the model of this package, and compares it with the other where Transformers has its class.
 
     Only the first segment is compared: in it a memory changes nothing yet.
     """
@@ -332,22 +377,20 @@ def _check(
     if config.uses_grid and config.segment_len is not None:
         length = min(length, config.segment_len)
     ids = torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    found = _logits(tested, ids)
+    found = _logits(ours, ids, config=config)
     if not bool(torch.isfinite(found).all()):
-        raise InputError(
-            f"{fields.where}: its weights give logits that are not finite, so they are damaged or overflow float32"
-        )
+        raise InputError(f"{fields.where}: its weights give logits that are not finite, being damaged or too large")
     why = fields.not_compared
-    if reference is None:
+    if theirs is None:
         why = "Transformers has no class of the source"
     elif "linear" in config.layer_memory_types:
         why = "linear attention is another function than the source's softmax"
-    if reference is None or why is not None:
+    if theirs is None or why is not None:
         report.notes.append(f"not compared: {why}")
         return
-    expected = _logits(reference, ids)
+    expected = _logits(theirs, ids)
     report.difference = float((found - expected).abs().max())
-    limit = tolerance * max(1.0, float(expected.abs().max()))
+    limit = tolerance * float(expected.abs().max()) + 1e-6
     if not report.difference <= limit:
         raise RuntimeError(
             f"logits differ by up to {report.difference:.2g} from those of the other model, where {limit:.2g} is the most that "
@@ -355,9 +398,9 @@ def _check(
         )
 
 
-def _logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+def _logits(folder: Path, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """In float32, by the class that the folder's config names."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     if problems := {name: found for name, found in info.items() if found and name != "unexpected_keys"}:
         raise RuntimeError(f"{folder.name} does not load whole: {problems}; nothing was written")
     with torch.no_grad():

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from modeling_xl.configuration_xl import XLConfig
+from modeling_xl.data import InputError
 
 from .family import TOKEN_IDS, Family, SourceFields
 from .weight_map import Rule, both, for_each, rename, rows_by_kind
@@ -13,10 +14,14 @@ class BloomFamily(Family):
     name = "bloom"
     model_types: ClassVar[tuple[str, ...]] = ("bloom",)
     base_prefix = "transformer."
+    embedding = "transformer.word_embeddings.weight"
 
     def config(self, fields: SourceFields) -> dict[str, Any]:
-        # slow_but_exact and pretraining_tp say in which order partial sums are added: other rounding, the same model.
-        fields.ignore("slow_but_exact", "pretraining_tp", "offset_alibi", "attention_softmax_in_fp32", "skip_bias_add")
+        if fields("slow_but_exact") and fields("pretraining_tp") > 1:
+            raise InputError(
+                f"{fields.where}: slow_but_exact with pretraining_tp > 1 leaves out biases; set slow_but_exact to false"
+            )
+        fields.ignore("offset_alibi", "attention_softmax_in_fp32", "skip_bias_add")
         fields.ignore("skip_bias_add_qkv", "bias_dropout_fusion", "masked_softmax_fusion", "seq_length")
         fields.expect(
             "n_inner", None, 4 * fields("hidden_size"), why="the class makes it 4 times hidden_size whatever stands here"

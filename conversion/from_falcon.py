@@ -22,6 +22,7 @@ class FalconFamily(Family):
     name = "falcon"
     model_types: ClassVar[tuple[str, ...]] = ("falcon",)
     base_prefix = "transformer."
+    embedding = "transformer.word_embeddings.weight"
     runs_back = False  # which of its three layouts a model had is not kept
     drops: ClassVar[tuple[str, ...]] = (r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",)
 
@@ -38,7 +39,10 @@ class FalconFamily(Family):
             position: dict[str, Any] = {"position_type": "alibi", "alibi_slopes": falcon_slopes(heads, width // heads)}
             fields.ignore("rope_parameters")
         else:
-            position = {"position_type": "rope", "rope_parameters": fields.rope_parameters(max_position)}
+            rope = fields.rope_parameters(max_position)
+            if rope.get("partial_rotary_factor", 1.0) != 1:
+                raise InputError(f"{fields.where}: partial_rotary_factor cannot be converted: the class rotates whole heads")
+            position = {"position_type": "rope", "rope_parameters": rope}
         return {
             "vocab_size": vocab_size,
             "hidden_size": width,

@@ -14,6 +14,7 @@ class GPTNeoXFamily(Family):
     model_types: ClassVar[tuple[str, ...]] = ("gpt_neox",)
     base_prefix = "gpt_neox."
     head = "embed_out"
+    embedding = "gpt_neox.embed_in.weight"
     # Masks and frequencies that older files hold.
     drops: ClassVar[tuple[str, ...]] = (
         r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
@@ -61,6 +62,11 @@ class GPTNeoXFamily(Family):
             *([] if config.tie_word_embeddings else [rename(head, "lm_head.weight")]),
         ]
 
+    def ties(self, config: XLConfig) -> dict[str, str]:
+        names = ("embed_out.weight", "lm_head.weight") if config.tie_word_embeddings else ()
+        return dict.fromkeys(names, self.embedding)
+
     def fields(self, config: XLConfig) -> dict[str, Any]:
-        same = (*self.same_fields, "vocab_size", "max_position_embeddings", "rope_parameters", *TOKEN_IDS)
-        return {**{name: getattr(config, name) for name in same}, "layer_norm_eps": config.norm_eps}
+        rope = {"partial_rotary_factor": 1.0, **(config.rope_parameters or {})}  # the class' default is a quarter
+        same = (*self.same_fields, "vocab_size", "max_position_embeddings", *TOKEN_IDS)
+        return {**{name: getattr(config, name) for name in same}, "layer_norm_eps": config.norm_eps, "rope_parameters": rope}

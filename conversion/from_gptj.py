@@ -24,6 +24,7 @@ class GPTJFamily(Family):
     name = "gptj"
     model_types: ClassVar[tuple[str, ...]] = ("gptj",)
     base_prefix = "transformer."
+    embedding = "transformer.wte.weight"
     # Masks and angles that older files hold.
     drops: ClassVar[tuple[str, ...]] = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",)
 

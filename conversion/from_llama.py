@@ -55,7 +55,8 @@ class LlamaFamily(Family):
     lacks: ClassVar[tuple[str, ...]] = ()
 
     def config(self, fields: SourceFields) -> dict[str, Any]:
-        fields.ignore("pretraining_tp")  # in how many parts a product is summed: other rounding, the same model
+        # An older name of a length, and in how many parts a product is summed: other rounding, the same model.
+        fields.ignore("max_sequence_length", "pretraining_tp")
         return {
             **self.sizes(fields),
             "attention_bias": fields("attention_bias", False),
@@ -92,6 +93,10 @@ class LlamaFamily(Family):
     def rope(self, fields: SourceFields, max_position: int) -> dict[str, Any]:
         rope = fields.rope_parameters(max_position)
         factor = rope.get("partial_rotary_factor", 1.0)
+        if self.rotates_part and factor != 1 and rope.get("rope_type") == "proportional":
+            raise InputError(
+                f"{fields.where}: rope_type 'proportional' cannot be converted for {self.name}: its class fails on it"
+            )
         if self.rotates_part:
             # Their default is another, so that the whole has to be said there and not here.
             return rope if factor != 1 else {name: value for name, value in rope.items() if name != "partial_rotary_factor"}

@@ -22,6 +22,7 @@ class MPTFamily(Family):
     name = "mpt"
     model_types: ClassVar[tuple[str, ...]] = ("mpt",)
     base_prefix = "transformer."
+    embedding = "transformer.wte.weight"
 
     def config(self, fields: SourceFields) -> dict[str, Any]:
         # The class of Transformers reads none of these; the feed-forward network is always 4 times as wide.

@@ -150,10 +150,17 @@ def vocabulary_rules(
     return rules
 
 
-def tied_names(config: XLConfig) -> list[str]:
-    """Patterns of the head's tensors that are the embedding's and may lie in a file a second time."""
-    words = [r"crit\.out_layers\.\d+\.weight"] if config.tie_word_embeddings else []
-    return words + [rf"crit\.out_projs\.{i}" for i, is_tied in enumerate(config.tie_projs or []) if is_tied]
+def tied_names(config: XLConfig, prefix: str) -> dict[str, str]:
+    """Tensors of the head that are the embedding's and may lie in a file a second time -> those of the embedding."""
+    num_clusters, is_split = len(config.cutoffs) + 1, config.div_val > 1
+    names = {}
+    for i in range(num_clusters if is_split else 1):
+        if config.tie_word_embeddings:
+            names[f"crit.out_layers.{i}.weight"] = f"{prefix}word_emb.emb_layers.{i}.weight"
+    for i, is_tied in enumerate(config.tie_projs or []):
+        if is_tied:
+            names[f"crit.out_projs.{i}"] = f"{prefix}word_emb.emb_projs.{i if is_split else 0}"
+    return names
 
 
 class TransfoXLFamily(Family):
@@ -174,11 +181,13 @@ class TransfoXLFamily(Family):
     def rules(self, config: XLConfig, fields: SourceFields, names: Iterable[str]) -> list[Rule]:
         return [*decoder_rules(config, self.base_prefix), *vocabulary_rules(config, self.base_prefix, fields, names)]
 
-    def dropped(self, config: XLConfig) -> list[str]:
-        drops = [*self.drops, *tied_names(config)]
+    def ties(self, config: XLConfig) -> dict[str, str]:
+        names = tied_names(config, self.base_prefix)
         if not config.untie_r:  # the shared biases again, under each layer that uses them
-            drops.append(r"transformer\.layers\.\d+\.dec_attn\.r_[wr]_bias")
-        return drops
+            for i in range(config.num_hidden_layers):
+                for bias in ("r_w_bias", "r_r_bias"):
+                    names[f"transformer.layers.{i}.dec_attn.{bias}"] = f"transformer.{bias}"
+        return names
 
     def fields(self, config: XLConfig) -> dict[str, Any]:
         return {

@@ -156,5 +156,5 @@ class TransfoXLPyTorch(ForeignFiles):
         reverse = torch.arange(len(config.cutoffs) - 1, -1, -1)
         return [*decoder_rules(config, ""), *vocabulary_rules(config, "", fields, names, cluster_rows=reverse)]
 
-    def dropped(self, config: XLConfig) -> list[str]:
-        return [*self.drops, *tied_names(config)]
+    def ties(self, config: XLConfig) -> dict[str, str]:
+        return tied_names(config, "")

@@ -89,6 +89,9 @@ class TransfoXLTensorFlow(ForeignFiles):
         fields.ignore("proj_share_all_but_first")  # which the variables show
         return xl_config(fields, window_beyond_memory=1, initial_memory="zeros")
 
+    def ties(self, config: XLConfig) -> dict[str, str]:
+        return {}  # each variable is there once
+
     def rules(self, config: XLConfig, fields: SourceFields, names: Iterable[str]) -> list[Rule]:
         source, target = "transformer/layer_{i}", "model.layers.{i}"
         attention = f"{target}.self_attn"

@@ -16,6 +16,7 @@ class XLNetFamily(Family):
     name = "xlnet"
     model_types: ClassVar[tuple[str, ...]] = ("xlnet",)
     base_prefix = "transformer."
+    embedding = "transformer.word_embedding.weight"
     head = "lm_loss"
     # For token types, and for the stream that predicts permuted places: a decoder has neither.
     drops: ClassVar[tuple[str, ...]] = (
@@ -30,6 +31,7 @@ class XLNetFamily(Family):
         fields.expect("bi_data", False, why="halves of a batch are read in opposite directions")
         fields.expect("reuse_len", None, 0, why="only a part of a segment would enter the memory")
         fields.expect("same_length", False, why="its window grows with the memory, and is 1 token in the first segment")
+        fields.ignore("mem_len")
         if fields("use_mems_eval"):
             fields.expect("mem_len", *range(1, 1 << 20), why="the memory would grow with the text; set a length")
         fields.ignore("use_mems_train", "summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout")

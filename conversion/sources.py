@@ -57,7 +57,11 @@ def open_source(source: str | Path, settings: dict[str, Any] | None = None) -> S
             raise InputError(f"{path}: is a model of this package already; --to FAMILY makes one of another family of it")
         if kind not in BY_MODEL_TYPE:
             raise InputError(f"{config}: model_type {kind!r} is of no family known here; known are {', '.join(BY_MODEL_TYPE)}")
-        return _open_folder(path, BY_MODEL_TYPE[kind], beside | (settings or {}))
+        given = settings or {}
+        for name in beside.keys() & given.keys():
+            if beside[name] != given[name]:
+                raise InputError(f"{config}: says {name}={beside[name]!r}, and the settings {given[name]!r}; correct one")
+        return _open_folder(path, BY_MODEL_TYPE[kind], beside | given)
     for family in BY_FILES:
         file = found[family.name]
         if file is not None:

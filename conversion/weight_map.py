@@ -5,7 +5,7 @@ one tensor at a time.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -127,7 +127,9 @@ def check_rules(where: str, rules: list[Rule], sources: Iterable[str], drops: It
     check_names(where, sources, {name for rule in rules for name in rule.sources}, drops)
     made, targets = [rule.target for rule in rules], set(targets)
     assert len(made) == len(set(made)), f"rules fill {listed(n for n in made if made.count(n) > 1)} twice"
-    assert set(made) == targets, f"rules do not agree with the model: {listed(set(made) ^ targets)}"
+    if unfilled := targets - set(made):
+        raise InputError(f"{where}: its model needs {listed(unfilled)} too, such as an activation with weights, unknown here")
+    assert set(made) == targets, f"rules fill {listed(set(made) - targets)}, which the model has not"
 
 
 def apply_forth(
@@ -136,20 +138,29 @@ def apply_forth(
     """(name, tensor) of each target; of the sources only those of one rule are in memory at a time."""
     for rule in rules:
         tensors = [read(name) for name in rule.sources]
-        if integers := [name for name, tensor in zip(rule.sources, tensors, strict=True) if not tensor.is_floating_point()]:
-            raise InputError(f"{where}: {listed(integers)} hold integers: quantised weights do not convert; take the full ones")
-        if rule.sizes and [len(t) for t in tensors] != list(rule.sizes):
+        check_precision(where, rule.sources, tensors)
+        sizes = [len(tensor) if tensor.ndim else 0 for tensor in tensors]
+        fits = not rule.sizes or sizes == list(rule.sizes)
+        fits = fits and (rule.rows is None or sum(sizes) == len(rule.rows))
+        try:
+            tensor = rule.forth(tensors, shapes[rule.target]).contiguous() if fits else None
+        except (RuntimeError, IndexError, TypeError):  # what torch raises for shapes that do not go together
+            tensor = None
+        if tensor is None or tensor.shape != shapes[rule.target]:
+            found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in zip(rule.sources, tensors, strict=True))
             raise InputError(
-                f"{where}: {', '.join(rule.sources)} have {', '.join(str(len(t)) for t in tensors)} rows; its config asks for "
-                f"{', '.join(map(str, rule.sizes))}"
-            )
-        tensor = rule.forth(tensors, shapes[rule.target]).contiguous()
-        if tensor.shape != shapes[rule.target]:
-            raise InputError(
-                f"{where}: {', '.join(rule.sources)} make a tensor of shape {tuple(tensor.shape)} where its config asks for "
-                f"{tuple(shapes[rule.target])}"
+                f"{where}: the shapes of {found} do not fit its config, which asks for {list(shapes[rule.target])} in all"
             )
         yield rule.target, tensor
+
+
+def check_precision(where: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Integers, and floating-point numbers of 8 bits, mean something only with scales that stand elsewhere."""
+    wrong = [
+        name for name, tensor in zip(names, tensors, strict=True) if not tensor.is_floating_point() or tensor.dtype.itemsize < 2
+    ]
+    if wrong:
+        raise InputError(f"{where}: {listed(wrong)} hold quantised weights, which do not convert; take the full ones")
 
 
 def apply_back(where: str, rules: list[Rule], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

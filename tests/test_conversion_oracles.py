@@ -732,7 +732,7 @@ BAD = {
     missing_shard: r"model-00002-of-\d+\.safetensors missing, which model\.safetensors\.index\.json names",
     extra_tensor: r"holds model\.layers\.1\.extra, which have no place",
     missing_tensor: r"lacks model\.norm\.weight; are all files",
-    wrong_shape: r"make a tensor of shape \(80, 48\) where its config asks for \(81, 48\)",
+    wrong_shape: r"gate_proj\.weight \[80, 48\] do not fit its config, which asks for \[81, 48\]",
     config_is_no_json: r"config\.json: not readable as JSON",
     config_is_a_list: r"config\.json: must hold one JSON object, got list",
     unknown_model_type: r"model_type 'lamas' is of no family known here",
