@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -90,7 +90,9 @@ def new_folder(target: str | Path) -> Iterator[Path]:
             raise InputError(f"{path}: exists and is not an empty folder; give a new one")
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent)
-    except (OSError, UnicodeError) as error:
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # the second for names that no folder can have
         raise InputError(f"{target}: no folder can be made there ({error}); give another") from None
     with beside as temporary:
         folder = Path(temporary) / "model"
@@ -109,6 +111,8 @@ def target_config(source: Source, memory: Memory) -> XLConfig:
     except (TypeError, AttributeError) as error:  # a field of a type that no such config has
         raise InputError.about(source.fields.where, error) from error
     source.fields.check_all_understood()
+    if values["num_hidden_layers"] > len(source.names):  # before anything is made for each of them
+        raise InputError(f"{source.fields.where}: speaks of {values['num_hidden_layers']} layers, and there are fewer tensors")
     own = values.get("memory_type", "none")
     kind = memory.memory or own
     if kind not in MEMORY_MECHANISMS:
@@ -146,8 +150,6 @@ def convert(
     """
     with new_folder(target) as folder, contextlib.closing(open_source(source, settings)) as opened:
         config = target_config(opened, memory or Memory())
-        if config.num_hidden_layers > len(opened.names):
-            raise InputError(f"{opened.fields.where}: speaks of {config.num_hidden_layers} layers, and there are fewer tensors")
         with torch.device("meta"):
             model = XLForCausalLM(config)
         tied = tied_weights(config) if config.tie_word_embeddings else {}
@@ -156,7 +158,7 @@ def convert(
         rules = opened.family.rules(config, opened.fields, opened.names)
         drops = opened.family.dropped(config)
         check_rules(opened.fields.where, rules, opened.names, drops, shapes.keys() - set(fresh))
-        _check_ties(opened, config)
+        _check_ties(opened.fields.where, opened.family.ties(config), opened.names, opened.read)
         made = apply_forth(opened.fields.where, rules, opened.read, shapes)
         constant = [rule.target for rule in rules if rule.constant is not None]
         tensors = _Stored(chain(made, _fresh_tensors(model, fresh)), dtype, len(shapes), progress, {*fresh, *constant})
@@ -212,10 +214,11 @@ def convert_back(
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in XLForCausalLM(config).state_dict().items()}
     rules = family.rules(again, fields, [])
-    drops = list(map(re.escape, tied_weights(config) if config.tie_word_embeddings else {}))
-    drops += [MEMORY_TENSORS] if drop_memory else []
+    tied = tied_weights(config) if config.tie_word_embeddings else {}
+    drops = [*map(re.escape, tied), *([MEMORY_TENSORS] if drop_memory else [])]
     with new_folder(target) as folder, contextlib.closing(open_weights(path)) as tensors:
         check_names(str(path), tensors.names(), [rule.target for rule in rules], drops)
+        _check_ties(str(path), tied, tensors.names(), tensors.read)
 
         def read(name: str) -> torch.Tensor:
             tensor = tensors.read(name)
@@ -354,11 +357,12 @@ def _comparable(config: XLConfig, name: str) -> Any:
     return value
 
 
-def _check_ties(source: Source, config: XLConfig) -> None:
-    for name, partner in source.family.ties(config).items():
-        if name in source.names and not torch.equal(source.read(name), source.read(partner)):
+def _check_ties(where: str, ties: Mapping[str, str], names: Collection[str], read: Callable[[str], torch.Tensor]) -> None:
+    """A tensor that is there a second time, for it is tied, must be equal to its partner: only that is converted."""
+    for name, partner in ties.items():
+        if name in names and not torch.equal(read(name), read(partner)):
             raise InputError(
-                f"{source.fields.where}: says that {name} is tied to {partner}, and the file holds two that differ; set "
+                f"{where}: says that {name} is tied to {partner}, and the file holds two that differ; set "
                 "tie_word_embeddings to false if both are meant"
             )
 

@@ -17,7 +17,8 @@ class BloomFamily(Family):
     embedding = "transformer.word_embeddings.weight"
 
     def config(self, fields: SourceFields) -> dict[str, Any]:
-        if fields("slow_but_exact") and fields("pretraining_tp") > 1:
+        is_sliced, slices = fields("slow_but_exact"), fields("pretraining_tp")
+        if is_sliced and slices > 1:
             raise InputError(
                 f"{fields.where}: slow_but_exact with pretraining_tp > 1 leaves out biases; set slow_but_exact to false"
             )
