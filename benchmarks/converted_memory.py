@@ -31,8 +31,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from modeling_xl.conversion.convert import Memory, convert
-from modeling_xl.data import InputError, encode, read_text
 from modeling_xl.evaluate import evaluate, overridden
+from modeling_xl.text import InputError, encode, read_text
 from modeling_xl.train import TrainingSettings, load_config, pretrained_model, train
 
 MODELS = {

@@ -31,8 +31,8 @@ import torch
 from transformers.utils import logging
 
 from modeling_xl import XLConfig
-from modeling_xl.data import InputError, byte_tokenizer, encode, read_text
 from modeling_xl.evaluate import evaluate
+from modeling_xl.text import InputError, byte_tokenizer, encode, read_text
 from modeling_xl.train import TrainingSettings, new_model, train
 
 STEPS = 1200

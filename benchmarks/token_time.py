@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from modeling_xl import XLConfig, XLForCausalLM
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 MEMORIES: dict[str, dict[str, Any]] = {"recurrence": {}, "compressive": {"compressed_mem_len": 64}, "linear": {}}
 SEGMENT = 128

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from modeling_xl import XLConfig, XLForCausalLM
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 LENGTHS = [2**power for power in range(8, 15)]
 FIXED = 512  # segment and memory of the second recurrence column

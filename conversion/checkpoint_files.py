@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 from .restricted_pickle import LazyTensor, RestrictedFile
 

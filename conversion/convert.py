@@ -23,11 +23,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
 from modeling_xl.feedforward_xl import OWN_ACTIVATIONS
 from modeling_xl.head_xl import tied_weights
 from modeling_xl.memories import MEMORY_MECHANISMS
 from modeling_xl.modeling_xl import XLForCausalLM
+from modeling_xl.text import InputError
 
 from .checkpoint_files import open_weights, read_json, write_weights
 from .families import FAMILIES

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 from modeling_xl.transfo_xl_loader import TransfoXLConfig
 
 from .weight_map import Rule, listed

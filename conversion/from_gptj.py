@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 from .family import TOKEN_IDS, Family, SourceFields
 from .from_llama import join_qkv

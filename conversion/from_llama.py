@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 from .family import TOKEN_IDS, Family, SourceFields
 from .weight_map import Rule, both, fill, for_each, rename

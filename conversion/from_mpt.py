@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
 from modeling_xl.position_alibi import alibi_slopes
+from modeling_xl.text import InputError
 
 from .family import TOKEN_IDS, Family, SourceFields
 from .weight_map import Rule, fill, for_each, rename

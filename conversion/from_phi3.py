@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 from .family import SourceFields
 from .from_llama import LAYER, LlamaFamily, hidden_dropout

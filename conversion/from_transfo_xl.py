@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 from .family import Family, SourceFields
 from .weight_map import Rule, both, for_each, rename

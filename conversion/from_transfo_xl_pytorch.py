@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 from .family import ForeignFiles, SourceFields
 from .from_transfo_xl import check_attn_type, decoder_rules, div_val_of, tied_names, vocabulary_rules, xl_config

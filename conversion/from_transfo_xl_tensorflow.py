@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 from .family import ForeignFiles, SourceFields
 from .from_transfo_xl import div_val_of, xl_config

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 # The token arrays of a WikiText-103 cache.pkl, 0.9 GiB, lie inside the pickle.
 MAX_PICKLE_BYTES = 2 << 30

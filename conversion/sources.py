@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_xl.configuration_xl import XLConfig
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 from modeling_xl.transfo_xl_loader import TransfoXLConfig
 
 from .checkpoint_files import TensorFiles, open_weights, read_json

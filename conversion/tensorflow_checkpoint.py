@@ -19,7 +19,7 @@ from pathlib import Path, PureWindowsPath
 import numpy as np
 import torch
 
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 FOOTER_SIZE = 48
 MAGIC = 0xDB4775248B80FB57.to_bytes(8, "little")

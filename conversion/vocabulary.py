@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_xl.data import InputError, read_text
+from modeling_xl.text import InputError, read_text
 
 from .restricted_pickle import RestrictedFile, is_stub
 

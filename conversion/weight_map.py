@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 LISTED = 8  # names that an error lists
 

@@ -7,12 +7,14 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 PENDING_FILE = "pending.json"  # beside a saved cache: the ids that the model produced after it and has not read yet
 PROMPT_CHUNK = 4096  # tokens of a prompt read in one call
@@ -82,18 +84,32 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--max-grad-norm", type=positive, metavar="X", help="clip the gradient's norm")
     train.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="number format of the forward pass")
     train.add_argument("--seed", type=count_or_0, metavar="N", help="of the weights and dropout")
+    train.add_argument(
+        "--save-steps",
+        type=count,
+        metavar="N",
+        help="every N steps make a checkpoint in OUTPUT_DIR.checkpoints, from which the same command goes on if it was ended "
+        "before; they are taken away when the model is saved",
+    )
 
     evaluate = commands.add_parser(
         "evaluate",
-        help="bits per byte and perplexity of text files under a model",
+        help="bits per byte and perplexity of text files under a model, and how far back it looks",
         description="Scores every token but the first of the files, joined in the given order, with memory carried "
         "along. Settings not given are the model's own.",
     )
     evaluate.set_defaults(run=_evaluate)
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model")
-    evaluate.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text")
+    evaluate.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input, read as it comes")
+    evaluate.add_argument("--compare", nargs="+", default=[], metavar="MODEL", help="further models, on the same text")
     evaluate.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment")
-    evaluate.add_argument("--mem-len", type=count_or_0, nargs="+", metavar="M", help="tokens of memory; several compare")
+    evaluate.add_argument(
+        "--mem-len",
+        type=count_or_0,
+        nargs="+",
+        metavar="M",
+        help="tokens of memory; several compare. A window as long as memory, or one longer, moves with it",
+    )
     evaluate.add_argument("--clamp-len", type=count, metavar="N", help="largest distance told apart (xl)")
     evaluate.add_argument("--window", type=count, metavar="W", help="keys a query sees at most, its own included")
     evaluate.add_argument(
@@ -104,8 +120,29 @@ def build_parser() -> argparse.ArgumentParser:
         help="cut the text into S parts, each from an empty memory: faster, slightly worse (default 1)",
     )
     evaluate.add_argument("--batch-size", type=count, metavar="B", help="streams run at once; no effect on the result")
-    evaluate.add_argument("--json", action="store_true", help="print a JSON list, one object a memory length")
-    evaluate.add_argument("--plot", metavar="PNG", help="draw bits per byte against memory length")
+    evaluate.add_argument(
+        "--separator", metavar="LINE", help="a line that equals LINE ends a document; the next one sees nothing before it"
+    )
+    evaluate.add_argument(
+        "--by-position", action="store_true", help="print the loss by how many tokens of stream or document are before"
+    )
+    evaluate.add_argument(
+        "--recl",
+        action="store_true",
+        help="instead of the loss, the relative effective context length; models of other types may take part",
+    )
+    evaluate.add_argument(
+        "--recl-step",
+        type=count,
+        metavar="N",
+        help="contexts are multiples of N, itself one of the segment (default: it, or 64)",
+    )
+    evaluate.add_argument("--recl-max", type=count, metavar="N", help="longest context (default: 16 steps)")
+    evaluate.add_argument("--recl-positions", type=count, default=500, metavar="N", help="tokens predicted (default 500)")
+    evaluate.add_argument("--json", action="store_true", help="print a JSON list, one object a model and memory length")
+    evaluate.add_argument(
+        "--plot", metavar="PNG", help="draw what is asked for: loss by memory length, by position, or the RECL"
+    )
 
     generate = commands.add_parser(
         "generate",
@@ -159,7 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_number(int, 1),
         default=2048,
         metavar="MIB",
-        help="largest file, and most memory needed, in MiB (default 2048)",
+        help="largest file, and about the memory that writing needs, in MiB (default 2048)",
     )
     convert.add_argument("--no-check", action="store_true", help="do not load the result and compare it")
     return parser
@@ -169,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     from transformers.utils import logging
 
-    from .data import InputError
+    from .text import InputError
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -200,7 +237,7 @@ def _blaming(what: str) -> Iterator[None]:
     """Errors of a library about what the user named become input errors that name it."""
     from safetensors import SafetensorError
 
-    from .data import InputError
+    from .text import InputError
 
     try:
         yield
@@ -222,8 +259,8 @@ def _load_model(source: str) -> tuple[Any, Any]:
     from accelerate import PartialState
     from transformers import PreTrainedConfig
 
-    from .data import InputError
     from .modeling_xl import XLForCausalLM
+    from .text import InputError
 
     with _blaming(f"{source}: no model could be loaded"):
         model_type = PreTrainedConfig.get_config_dict(source)[0].get("model_type")
@@ -246,8 +283,8 @@ def _train(args: argparse.Namespace) -> None:
 
     from accelerate import PartialState
 
-    from .data import InputError, byte_tokenizer, encode, read_text, split_text
     from .evaluate import evaluate
+    from .text import InputError, byte_tokenizer, encode, read_text, split_text
     from .train import (
         TrainingSettings,
         check_output_dir,
@@ -275,10 +312,13 @@ def _train(args: argparse.Namespace) -> None:
         raise InputError(f"{', '.join(args.eval_file)}: too short to evaluate on; give 2 tokens at least")
 
     model = pretrained_model(args.weights, config, tokenizer) if args.weights else new_model(config, tokenizer, settings.seed)
-    result = train(model, tokens, settings, tokenizer, progress=True)
+    checkpoints = Path(f"{Path(args.output_dir)}.checkpoints") if settings.save_steps else None
+    result = train(model, tokens, settings, tokenizer, progress=True, checkpoints=checkpoints)
     if not PartialState().is_main_process:
         return
     save(model, tokenizer, args.output_dir, args.overwrite)
+    if checkpoints is not None:
+        shutil.rmtree(checkpoints)
     print(
         f"trained {result.steps} steps on {result.num_bytes} bytes in {result.seconds:.1f} s: "
         f"{result.bits_per_byte:.4f} bits per byte at the end; saved in {args.output_dir}"
@@ -289,44 +329,135 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from .data import InputError, encode, read_text
-    from .evaluate import evaluate, plot
+    from .evaluation_report import memory_table, plot, plot_positions, position_table
 
-    if args.plot and len(set(args.mem_len or ())) < 2:
-        raise InputError("--plot draws bits per byte against memory length; give several values to --mem-len")
+    _check_evaluate_options(args)
+    if args.recl:
+        _evaluate_recl(args)
+        return
+    results = {source: _losses(args, source) for source in [args.model, *args.compare]}
+    named = {
+        f"{source}, memory {result.mem_len}" if len(found) > 1 else source: result
+        for source, found in results.items()
+        for result in found
+    }
+    if args.json:
+        _print_json([{"model": source, **result.to_dict()} for source, found in results.items() for result in found])
+    else:
+        for source, found in results.items():
+            print(*(f"{source}: {result}" if args.compare else result for result in found), sep="\n")
+        if len(named) > 1:
+            print(f"\n{memory_table(results)}")
+        if args.by_position:
+            print(f"\n{position_table(named)}")
+    if args.plot and args.by_position:
+        plot_positions(named, args.plot)
+    elif args.plot:
+        plot(results, args.plot)
+
+
+def _check_evaluate_options(args: argparse.Namespace) -> None:
+    from .text import InputError
+
+    sources = [args.model, *args.compare]
+    if repeated := [source for index, source in enumerate(sources) if source in sources[:index]]:
+        raise InputError(f"{repeated[0]}: is named twice; name every model once")
+    several = len(set(args.mem_len or ())) > 1
+    one_only = {"several --mem-len": several, "--separator": args.separator is not None, "--streams": args.streams > 1}
+    others = one_only | {"--batch-size": args.batch_size is not None, "--by-position": args.by_position}
+    is_piped = "-" in args.files
+    if is_piped and len(args.files) > 1:
+        raise InputError("-: standard input is read alone; leave the other files out")
+    for given, rule, refused in (
+        (args.recl, "--recl measures something else", others),
+        (is_piped, "standard input is read once, as one stream", one_only | {"--recl": args.recl, "--compare": args.compare}),
+    ):
+        if given and (found := [name for name, is_given in refused.items() if is_given]):
+            raise InputError(f"{', '.join(found)}: {rule}; leave it out")
+    if args.plot and not (several or args.by_position or args.recl):
+        raise InputError(
+            "--plot draws bits per byte against memory length, or what --by-position or --recl ask for; give several values "
+            "to --mem-len, or one of those"
+        )
     if args.plot and not Path(args.plot).absolute().parent.is_dir():
         raise InputError(f"{args.plot}: its folder does not exist; make it first")
-    text = read_text(args.files)
-    model, tokenizer = _load_model(args.model)
-    tokens = encode(text, tokenizer)
-    results = [
-        evaluate(
-            model,
-            tokens,
-            tokenizer,
-            segment_len=args.segment_len,
-            mem_len=mem_len,
-            clamp_len=args.clamp_len,
-            attention_window=args.window,
-            streams=args.streams,
-            batch_size=args.batch_size,
-            progress=True,
-        )
-        for mem_len in args.mem_len or [None]
-    ]
-    if args.json:
-        print(json.dumps([result.to_dict() for result in results], indent=2))
+
+
+def _losses(args: argparse.Namespace, source: str) -> list[Any]:
+    """The results of one model, one for each memory length."""
+    from .corpus import Corpus
+    from .evaluate import evaluate, evaluate_pieces
+    from .text import encode, read_text
+    from .text_pieces import read_pieces
+
+    options = {"segment_len": args.segment_len, "clamp_len": args.clamp_len, "attention_window": args.window, "progress": True}
+    mem_lens = args.mem_len or [None]
+    if args.files == ["-"]:
+        model, tokenizer = _load_model(source)
+        pieces = read_pieces(cast(BufferedReader, sys.stdin.buffer))
+        return [evaluate_pieces(model, pieces, tokenizer, mem_len=mem_lens[0], **options)]
+    text = read_text(args.files)  # before a model is loaded, and again for the next one: its tokenizer may be another
+    model, tokenizer = _load_model(source)
+    if args.separator is None:
+        tokens, documents = encode(text, tokenizer), None
     else:
-        print(*results, sep="\n")
+        tokens, documents = Corpus.from_files(args.files, tokenizer, separator=args.separator).to_tensors()
+    options |= {"document_ids": documents, "streams": args.streams, "batch_size": args.batch_size}
+    return [evaluate(model, tokens, tokenizer, mem_len=mem_len, **options) for mem_len in mem_lens]
+
+
+def _evaluate_recl(args: argparse.Namespace) -> None:
+    from .effective_context import check_same_vocabulary, measure_recl
+    from .evaluation_report import plot_recl, recl_table
+    from .text import encode, read_text
+
+    text = read_text(args.files)
+    loaded = {source: _load_any_model(source) for source in [args.model, *args.compare]}
+    check_same_vocabulary({source: tokenizer for source, (_, tokenizer) in loaded.items()})
+    results = measure_recl(
+        {source: model for source, (model, _) in loaded.items()},
+        encode(text, loaded[args.model][1]),
+        step=args.recl_step,
+        longest=args.recl_max,
+        num_positions=args.recl_positions,
+        segment_len=args.segment_len,
+        mem_len=args.mem_len[0] if args.mem_len else None,
+        clamp_len=args.clamp_len,
+        attention_window=args.window,
+        progress=True,
+    )
+    if args.json:
+        _print_json([{"model": source, **result.to_dict()} for source, result in results.items()])
+    else:
+        print(recl_table(results))
+        print(*(f"{source}: {result.settings}" for source, result in results.items()), sep="\n")
     if args.plot:
-        plot({args.model: results}, args.plot)
+        plot_recl(results, args.plot)
+
+
+def _load_any_model(source: str) -> tuple[Any, Any]:
+    """A causal language model of any type, in eval mode on the best device there is, and its tokenizer."""
+    from accelerate import PartialState
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+    from .configuration_xl import XLConfig
+
+    with _blaming(f"{source}: no model could be loaded"):
+        if PreTrainedConfig.get_config_dict(source)[0].get("model_type") == XLConfig.model_type:
+            return _load_model(source)
+        model = AutoModelForCausalLM.from_pretrained(source).to(PartialState().device).eval()
+    return model, _load_tokenizer(source)
+
+
+def _print_json(results: list[dict[str, Any]]) -> None:
+    print(json.dumps(results, indent=2))
 
 
 def _generate(args: argparse.Namespace) -> None:
     from transformers import set_seed
 
     from .cache_xl import XLCache
-    from .data import InputError, encode, read_text
+    from .text import InputError, encode, read_text
 
     if args.cache_out:
         _check_cache_dir(Path(args.cache_out))
@@ -377,7 +508,7 @@ def _generate(args: argparse.Namespace) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from .conversion.checkpoint_files import read_json
     from .conversion.convert import Memory, convert, convert_back
-    from .data import InputError
+    from .text import InputError
 
     options = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size * 2**20}
     options |= {"check": not args.no_check, "progress": True}
@@ -396,7 +527,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _check_cache_dir(path: Path) -> None:
-    from .data import InputError
+    from .text import InputError
 
     if path.exists() and not path.is_dir():
         raise InputError(f"{path}: is a file; give a folder for the cache")

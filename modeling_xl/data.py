@@ -1,169 +1,241 @@
-"""Text files in, contiguous token streams out: what `train` and `evaluate` read. No model and no sampling here.
+"""Token streams: what `train` and `evaluate` read.
 
 A stream is one part of the text, read by one row of the batch, segment after segment, so that the memory a row carries
-is always the text just before. Letters: N tokens of the text, B streams, T columns of a block.
+is always the text just before. Letters: N tokens of the text, D documents in it, B streams, T columns of a block.
 """
 
-import warnings
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
+from torch.utils.data import DataLoader, Dataset
+
+from .corpus import Corpus
+from .text import InputError
 
 IGNORE_INDEX = -100
-SAMPLE_TEXT = Path(__file__).parent / "sample_text" / "tiny_shakespeare.txt"
-
-
-class InputError(ValueError):
-    """Something the user gave cannot be used; the message names it, the rule and the mend."""
-
-    @classmethod
-    def about(cls, what: str | Path, error: Exception) -> "InputError":
-        """An error of a library about `what` the user named; of a wrapped error only the reason is kept."""
-        reason = error.__cause__ or error
-        return cls(f"{what}: {str(reason) or type(reason).__name__}")
-
-
-def read_text(paths: Sequence[str | Path]) -> str:
-    """Reads the files, strictly as UTF-8 and byte for byte (line ends are kept), and joins them in the given order.
-
-    Raises InputError for a path that is missing, a folder, empty, not UTF-8 or holds a NUL byte.
-    """
-    return "".join(_read_file(Path(path)) for path in paths)
-
-
-def _read_file(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; check the path") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: is a folder; name the text files in it") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); give a readable text file") from None
-    if not content:
-        raise InputError(f"{path}: the file is empty; give a file with text in it")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: not UTF-8 text (byte 0x{content[error.start]:02x} at offset {error.start}); "
-            "give a text file, or convert it, e.g. with `iconv -t UTF-8`"
-        ) from None
-    if "\0" in text:
-        raise InputError(f"{path}: not text (NUL byte at offset {content.index(0)}); give a text file")
-    return text
-
-
-def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """Cuts off the last `held_out` (0 to 1) of the characters: (the text before, the held-out text)."""
-    cut = len(text) - int(held_out * len(text))
-    return text[:cut], text[cut:]
-
-
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """The tokenizer that needs no file: 259 ids, id = byte + 3; 0 is the pad, 1 the end, 2 unknown."""
-    return ByT5Tokenizer(extra_ids=0)
-
-
-def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The token ids [N] of `text`, with no special token added or recognised inside it.
-
-    Warns of words that the tokenizer does not know, with their number: a model scored on those is scored on another text.
-    """
-    if isinstance(tokenizer, ByT5Tokenizer):
-        # Its own encoding, without a Python object a byte, and without reading a literal "</s>" as the end token.
-        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64) + tokenizer.offset
-        return torch.from_numpy(ids)
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
-    unknown = 0
-    if tokenizer.unk_token_id is not None:
-        unknown = ids.count(tokenizer.unk_token_id) - text.count(tokenizer.unk_token)  # a text may say "<unk>" itself
-    if unknown > 0:
-        warnings.warn(
-            f"{unknown} of {len(ids)} tokens ({unknown / len(ids):.1%}) are unknown to the tokenizer and became "
-            f"{tokenizer.unk_token}; is the text of the kind that the vocabulary was made from?",
-            stacklevel=2,
-        )
-    return torch.tensor(ids, dtype=torch.long)
-
-
-def count_bytes(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
-    """UTF-8 bytes of the text that `tokens` [N] stand for; special tokens have none."""
-    if isinstance(tokenizer, ByT5Tokenizer):
-        return int((tokens >= tokenizer.offset).sum())
-    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return len(text.encode())
 
 
 @dataclass(frozen=True)
 class Block:
     """One call's worth of the streams. `targets[b, t]` is the token after `input_ids[b, t]`, so it goes to the model as
-    `shift_labels`; it is -100 where the stream has ended. `attention_mask` is None where every column is real."""
+    `shift_labels`. It is -100 where the stream has ended, and after the last token of a document, which tells nothing of the
+    next. `attention_mask` is None where every column is real, `document_ids` where the text has no documents."""
 
     input_ids: torch.Tensor  # (B, T)
     attention_mask: torch.Tensor | None  # (B, T), 1 = real, 0 = the stream has ended
     targets: torch.Tensor  # (B, T)
     is_last: bool  # the streams end here
+    document_ids: torch.Tensor | None = None  # (B, T), the number in the text of the document that the input is of
 
     @property
     def num_targets(self) -> int:
-        return self.targets.numel() if self.attention_mask is None else int(self.attention_mask.sum())
+        return int((self.targets != IGNORE_INDEX).sum())
 
     def model_inputs(self, device: torch.device) -> dict[str, torch.Tensor | None]:
-        """What a model with a loss is called with, on the device."""
+        """What a model with a loss is called with, on the device. `document_ids` are among it where there are any."""
         mask, targets = self.attention_mask, self.targets.to(device)
-        return {
+        inputs = {
             "input_ids": self.input_ids.to(device),
             "attention_mask": None if mask is None else mask.to(device),
             "labels": targets,
             "shift_labels": targets,
         }
+        return inputs if self.document_ids is None else {**inputs, "document_ids": self.document_ids.to(device)}
 
 
 class Streams:
-    """One text cut into contiguous streams of equal length (to one token), read `block_len` columns at a time.
+    """A text cut into streams, one for each row of a batch, read `block_len` columns at a time.
 
-    Every token but the first of the text is a target exactly once: a stream's first input is the token before its first
-    target, also where the stream begins inside the text. The last block holds what is left: it is shorter, and where
-    one stream is a token shorter than another the missing column is masked. The same arguments give the same blocks.
+    `layout="streams"`: contiguous parts of equal length (to one token). A stream's first input is the token before its first
+    target, also where the stream begins inside the text, so that every token but the first of the text is a target once.
+    `layout="documents"`: whole documents, in their order, each behind those of the row that has the fewest tokens so far (of
+    equal ones the first).
+
+    A document's first token is no target in either. The last block holds what is left: it is shorter, and where one stream
+    is shorter than another the missing columns are masked. The same arguments give the same blocks.
+
+    tokens: a sequence [N], or a corpus. lengths, starts (B,): columns of each stream, and where in the text it begins.
     """
 
-    def __init__(self, tokens: torch.Tensor, num_streams: int, block_len: int):
-        if tokens.dim() != 1:
-            raise InputError(f"tokens must be one sequence [N], got shape {list(tokens.shape)}")
+    def __init__(
+        self,
+        tokens: torch.Tensor | Corpus,
+        num_streams: int,
+        block_len: int,
+        layout: Literal["streams", "documents"] = "streams",
+    ):
+        self.corpus = tokens if isinstance(tokens, Corpus) else Corpus(tokens)
         if num_streams < 1 or block_len < 1:
             raise InputError(f"num_streams ({num_streams}) and block_len ({block_len}) must be at least 1")
-        num_targets = len(tokens) - 1
-        if num_targets < num_streams:
-            raise InputError(
-                f"{len(tokens)} tokens are too few for {num_streams} stream(s), which need {num_streams + 1} at least; "
-                "give a longer text or fewer streams (a smaller batch)"
-            )
-        length, longer = divmod(num_targets, num_streams)
-        row = torch.arange(num_streams)
-        self.tokens = tokens
+        self.tokens = self.corpus.tokens
         self.block_len = block_len
-        self.lengths = length + (row < longer).long()  # (B,)
-        self.starts = row * length + row.clamp(max=longer)  # (B,)
+        self.layout = layout
+        starts, num_tokens = self.corpus.document_starts, len(self.corpus)
+        self._bounds = None if starts is None else np.append(starts, num_tokens)
+        if layout == "streams":
+            self._spans = _contiguous(num_tokens, num_streams)
+        elif layout == "documents":
+            self._spans = _packed(self._bounds, num_streams)
+        else:
+            raise InputError(f"layout={layout!r}: must be 'streams' or 'documents'")
+        self.lengths = torch.tensor([int(span.ends[-1]) for span in self._spans])
+        self.starts = torch.tensor([int(span.shifts[0]) for span in self._spans])
+        self._longest = int(self.lengths.max())
 
     def __len__(self) -> int:
-        return -(-int(self.lengths[0]) // self.block_len)
+        return -(-self._longest // self.block_len)
 
     def blocks(self, rows: slice = slice(None)) -> Iterator[Block]:
         """The blocks of the streams `rows`, in reading order."""
-        starts, lengths = self.starts[rows, None], self.lengths[rows, None]
-        longest = int(lengths.max())
-        for begin in range(0, longest, self.block_len):
-            column = torch.arange(begin, min(begin + self.block_len, longest))
-            index, real = starts + column, column < lengths  # (B, T)
-            is_last = begin + self.block_len >= longest
-            if bool(real.all()):
-                yield Block(self.tokens[index], None, self.tokens[index + 1], is_last)
-            else:
-                index = index.where(real, starts)
-                input_ids, targets = self.tokens[index].where(real, 0), self.tokens[index + 1].where(real, IGNORE_INDEX)
-                yield Block(input_ids, real.long(), targets, is_last)
+        longest = int(self.lengths[rows].max())
+        return (self.block(number, rows, longest) for number in range(-(-longest // self.block_len)))
+
+    def block(self, number: int, rows: slice = slice(None), longest: int | None = None) -> Block:
+        """The block `number` of the streams `rows`, which are read to the length `longest` (None: that of the longest of all,
+        so that processes with different rows make the same calls)."""
+        begin, longest = number * self.block_len, self._longest if longest is None else longest
+        columns = np.arange(begin, min(begin + self.block_len, longest))
+        places = np.stack([span.places(columns) for span in self._spans[rows]])  # (B, T)
+        real = torch.from_numpy(columns) < self.lengths[rows, None]
+        is_target, document_ids = real, None
+        if self._bounds is not None:
+            following = np.searchsorted(self._bounds, places, side="right")  # the number of the next document
+            is_target = real & torch.from_numpy(self._bounds[following] != places + 1)
+            document_ids = torch.from_numpy(following - 1)
+        input_ids, targets = self._read(places), self._read(np.minimum(places + 1, len(self.tokens) - 1))
+        return Block(
+            input_ids.where(real, 0),
+            None if bool(real.all()) else real.long(),
+            targets.where(is_target, IGNORE_INDEX),
+            begin + self.block_len >= longest,
+            document_ids,
+        )
+
+    def _read(self, places: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(self.tokens[places].astype(np.int64))
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """The parts of the text that one stream reads, one after the other."""
+
+    ends: np.ndarray  # columns of the stream where each part ends
+    shifts: np.ndarray  # from a column of the part to its place in the text
+
+    def places(self, columns: np.ndarray) -> np.ndarray:
+        """Where in the text the inputs of the columns stand; behind the end, that of the last."""
+        columns = np.minimum(columns, self.ends[-1] - 1)
+        return columns + self.shifts[np.searchsorted(self.ends, columns, side="right")]
+
+
+def _contiguous(num_tokens: int, num_streams: int) -> list[_Spans]:
+    num_targets = num_tokens - 1
+    if num_targets < num_streams:
+        raise InputError(
+            f"{num_tokens} tokens are too few for {num_streams} stream(s), which need {num_streams + 1} at least; "
+            "give a longer text or fewer streams (a smaller batch)"
+        )
+    length, longer = divmod(num_targets, num_streams)
+    return [
+        _Spans(np.array([length + (row < longer)]), np.array([row * length + min(row, longer)])) for row in range(num_streams)
+    ]
+
+
+def _packed(bounds: np.ndarray | None, num_streams: int) -> list[_Spans]:
+    if bounds is None:
+        raise InputError("layout='documents' needs a corpus with documents; give document_starts, or the layout 'streams'")
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    if len(starts) < num_streams:
+        raise InputError(
+            f"{len(starts)} document(s) are too few for {num_streams} streams; give more documents or fewer streams"
+        )
+    filled = [(0, row) for row in range(num_streams)]  # a heap already
+    row_of = np.empty(len(starts), np.int64)
+    for document, length in enumerate(lengths.tolist()):
+        tokens, row_of[document] = filled[0]
+        heapq.heapreplace(filled, (tokens + length, filled[0][1]))
+    spans = []
+    for row in range(num_streams):
+        of_row = row_of == row
+        ends = lengths[of_row].cumsum()
+        spans.append(_Spans(ends, starts[of_row] - (ends - lengths[of_row])))
+    return spans
+
+
+class Blocks(Dataset):
+    """The blocks of the streams `rows` by their number, for a `DataLoader`. Their order is the text's: do not shuffle."""
+
+    def __init__(self, streams: Streams, rows: slice = slice(None)):
+        self.streams = streams
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def __getitem__(self, number: int) -> Block:
+        return self.streams.block(number, self.rows)
+
+
+class StreamLoader:
+    """The blocks of the streams `rows` in their order, for a training loop of one's own; it knows how far it has got.
+
+    A loop over it hands out what is left of the pass; the next loop begins the next pass, or goes on where the last one was
+    left. `num_workers` processes read ahead (0: none); what they have read is not handed out yet. Over several processes
+    each gives its own `rows`, and all make the same number of steps. `start`: the number of the first block.
+    """
+
+    def __init__(self, streams: Streams, rows: slice = slice(None), num_workers: int = 0, start: int = 0):
+        if not 0 <= start <= len(streams):
+            raise InputError(f"start={start}: must be from 0 to the number of blocks, {len(streams)}")
+        self.blocks = Blocks(streams, rows)
+        self.num_workers = num_workers
+        self._position = start
+
+    def __len__(self) -> int:
+        """Blocks of a pass."""
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        loader = DataLoader(
+            self.blocks,
+            batch_size=None,
+            sampler=range(self._position, len(self)),
+            num_workers=self.num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # else each pass would draw from the one that dropout draws from
+        )
+        for block in loader:
+            self._position += 1
+            yield block
+        self._position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of the block that is handed out next, and what it counts for. Rows may differ when it is loaded."""
+        streams = self.blocks.streams
+        return {
+            "position": self._position,
+            "num_tokens": len(streams.corpus),
+            "num_streams": len(streams.lengths),
+            "block_len": streams.block_len,
+            "layout": streams.layout,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there: the next loop hands out exactly the blocks that had not been handed out.
+
+        Raises InputError if the state is that of streams that were cut in another way.
+        """
+        own = self.state_dict()
+        different = [f"{name} {state.get(name)} (here {value})" for name, value in own.items() if name != "position"]
+        different = [text for text, name in zip(different, list(own)[1:], strict=True) if state.get(name) != own[name]]
+        if different:
+            raise InputError(f"the state is that of other streams: {', '.join(different)}; give the same text and sizes")
+        self._position = state["position"]
+
+
+def _as_it_is(block: Any) -> Any:
+    return block

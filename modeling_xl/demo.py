@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from .data import SAMPLE_TEXT, byte_tokenizer, encode, read_text, split_text
-from .evaluate import EvaluationResult, evaluate, plot
+from .evaluate import EvaluationResult, evaluate
+from .evaluation_report import plot
+from .text import SAMPLE_TEXT, byte_tokenizer, encode, read_text, split_text
 from .train import load_config, new_model, save, train, training_settings
 
 MEM_LENS = [0, 16, 32, 64, 128, 256]

@@ -1,61 +1,107 @@
-"""Loss over a whole text, read as streams with memory: one number with every setting it depends on.
+"""Loss over a whole text, read as streams with memory: numbers with every setting they depend on.
 
-The loss is summed over tokens, not averaged over batches, and every token but the first of the text is scored once.
+Two measurements: the loss of a text (`evaluate`, or `evaluate_pieces` for text that is not held whole), by memory length and
+by position; and the loss of an evaluation set in `Trainer` (`compute_metrics`, `preprocess_logits_for_metrics`). A loss is
+summed over tokens, not averaged over batches.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import ByT5Tokenizer, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_xl import XLConfig
-from .data import InputError, Streams, byte_tokenizer, count_bytes
+from .data import IGNORE_INDEX, Block, Streams
+from .generation_xl import MAX_LOGITS
+from .text import InputError, byte_tokenizer, count_bytes
+from .text_pieces import encode_pieces
 
-# Logits of one call, in elements: long calls are fast, and 2^24 of them are 64 MB in float32.
-MAX_LOGITS = 2**24
+# Tokens of what is before that are decoded again with a piece.
+OVERLAP = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What a model's numbers depend on beside its weights. None: the model knows no such setting."""
+
+    model_type: str
+    segment_len: int | None = None
+    mem_len: int | None = None  # None: the model's layers keep no bounded memory
+    clamp_len: int | None = None
+    attention_window: int | None = None
+    window_follows_memory: bool = False  # the window moved with the memory length, as `same_length` means it
+    initial_memory: str | None = None
+    num_sink_tokens: int | None = None
+    position_type: str | None = None
+    memory_type: str | list[str] | None = None
+    dtype: str  # of the parameters
+
+    @property
+    def settings(self) -> str:
+        if self.model_type != XLConfig.model_type:
+            return f"model type {self.model_type}, dtype {self.dtype}"
+        window = f"{self.attention_window or 'none'}{' (follows memory)' if self.window_follows_memory else ''}"
+        kinds = self.memory_type if isinstance(self.memory_type, str) else " ".join(self.memory_type or ())
+        return (
+            f"segment {self.segment_len}, memory {self.mem_len}, clamp {self.clamp_len or 'none'}, window {window}, "
+            f"start {self.initial_memory}, {self.of_the_run}, sinks {self.num_sink_tokens}, "
+            f"positions {self.position_type}, memory type {kinds}, dtype {self.dtype}"
+        )
+
+    @property
+    def of_the_run(self) -> str:
+        """Settings of the measurement, in words."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
+class PositionBin:
+    """The scored tokens that have `first` to `last` tokens of their stream or document before them."""
+
+    first: int
+    last: int
+    num_tokens: int
+    loss: float  # nats per token
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult(ModelSettings):
     """What was measured, and all that the number depends on."""
 
     bits_per_byte: float
+    bits_per_character: float  # characters are Unicode code points
     perplexity: float  # per token
     loss: float  # nats per token
     num_tokens: int  # tokens scored
     num_bytes: int  # UTF-8 bytes of the tokens scored
-    segment_len: int
-    mem_len: int | None  # None: the model's layers keep no bounded memory
-    clamp_len: int | None
-    attention_window: int | None
-    initial_memory: str
+    num_characters: int
+    num_documents: int
     streams: int
     batch_size: int
     seconds: float
+    position_curve: tuple[PositionBin, ...]  # in bins of powers of two, those without a token left out
 
     def __str__(self) -> str:
         return (
-            f"{self.bits_per_byte:.4f} bits per byte, perplexity {self.perplexity:.4f} per token "
-            f"({self.num_tokens} tokens, {self.num_bytes} bytes, {self.seconds:.1f} s)\n{self.settings}"
+            f"{self.bits_per_byte:.4f} bits per byte, perplexity {self.perplexity:.4f} per token, "
+            f"{self.bits_per_character:.4f} bits per character, {self.loss:.4f} nats per token\n"
+            f"({self.num_tokens} tokens, {self.num_bytes} bytes, {self.num_characters} characters, {self.seconds:.1f} s)\n"
+            f"{self.settings}"
         )
 
     @property
-    def settings(self) -> str:
-        clamp, window = self.clamp_len or "none", self.attention_window or "none"
-        return (
-            f"segment {self.segment_len}, memory {self.mem_len}, clamp {clamp}, window {window}, "
-            f"start {self.initial_memory}, streams {self.streams}, batch {self.batch_size}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def of_the_run(self) -> str:
+        documents = "" if self.num_documents == 1 else f", documents {self.num_documents}"
+        return f"streams {self.streams}, batch {self.batch_size}{documents}"
 
 
 def carries_memory(config: XLConfig) -> bool:
@@ -85,11 +131,60 @@ def overridden(model: PreTrainedModel, **overrides: Any) -> Iterator[None]:
             setattr(config, name, value)
 
 
+def following_window(config: XLConfig, mem_len: int) -> int | None:
+    """The window that goes with another memory length; None where the config's does not follow its own.
+
+    One that equals the memory length (`same_length` of the original PyTorch code), or exceeds it by one (TensorFlow), lets
+    every query see the memory and itself; kept as it is it would hide what a longer memory holds.
+    """
+    window = config.attention_window
+    if window is None or not config.uses_grid or window - config.mem_len not in (0, 1):
+        return None
+    followed = window + mem_len - config.mem_len
+    if followed < 1:
+        raise InputError(f"mem_len={mem_len}: attention_window={window} follows memory and would be {followed}; give a window")
+    return followed
+
+
+@contextlib.contextmanager
+def measured(model: PreTrainedModel, **overrides: int | None) -> Iterator[dict[str, Any]]:
+    """Puts the model into eval mode with these fields of its config for a while; gives the fields of `ModelSettings`."""
+    config, was_training = model.config, model.training
+    given = {name: value for name, value in overrides.items() if value is not None}
+    described: dict[str, Any] = {"model_type": config.model_type, "dtype": str(model.dtype).removeprefix("torch.")}
+    if not isinstance(config, XLConfig):
+        if given:
+            raise InputError(
+                f"{', '.join(f'{name}={value}' for name, value in given.items())}: a model of type "
+                f"{config.model_type!r} has no such setting, only one of type 'xl'; leave it out"
+            )
+        changed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    else:
+        if "attention_window" not in given and "mem_len" in given:
+            followed = following_window(config, given["mem_len"])
+            if followed is not None:
+                given["attention_window"] = followed
+                described["window_follows_memory"] = True
+        changed = overridden(model, **given)
+    with changed:
+        if isinstance(config, XLConfig):
+            names = {field.name for field in fields(ModelSettings)} - {"window_follows_memory", *described}
+            described |= {name: getattr(config, name) for name in names}
+            if not config.uses_grid:
+                described["mem_len"] = None
+        model.eval()
+        try:
+            yield described
+        finally:
+            model.train(was_training)
+
+
 def evaluate(
     model: PreTrainedModel,
     tokens: torch.Tensor,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    document_ids: torch.Tensor | None = None,
     segment_len: int | None = None,
     mem_len: int | None = None,
     clamp_len: int | None = None,
@@ -100,82 +195,252 @@ def evaluate(
 ) -> EvaluationResult:
     """Scores `tokens` [N] under `model`, in order, with memory carried along each of `streams` contiguous parts.
 
-    Lengths that are None are the model's own; its config is as before when the call returns. `tokenizer` says how many
-    bytes the tokens stand for (default: bytes). `batch_size` is how many streams run at once (default: all) and does
-    not change the result. More streams are faster on short texts, but each starts from an empty memory.
+    Every token is scored once, but the first of the text. Lengths that are None are the model's own; its config is as
+    before when the call returns. A window that equals the config's memory length, or exceeds it by one, moves with
+    `mem_len` unless it is given. `tokenizer` says how many bytes and characters the tokens stand for (default: bytes).
+    `document_ids` [N]: a run of equal ids is a document, which sees only itself and whose first token is not scored.
+    `batch_size` is how many streams run at once (default: all) and does not change the result. More streams are faster on
+    short texts, but each starts from an empty memory. Raises InputError for what cannot be used.
     """
-    tokenizer = tokenizer or byte_tokenizer()
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size={batch_size}: must be at least 1, or None for all streams at once")
+    if document_ids is not None and document_ids.shape != tokens.shape:
+        raise InputError(f"document_ids have shape {list(document_ids.shape)}; they must have that of tokens")
     batch_size = min(batch_size or streams, streams)
-    config, was_training = model.config, model.training
-    begin = time.perf_counter()
-    with overridden(
-        model,
-        segment_len=segment_len,
-        mem_len=mem_len,
-        clamp_len=clamp_len,
-        attention_window=attention_window,
-    ):
-        if config.segment_len is None:
-            raise InputError("the model has segment_len=None (every call is one segment); give a segment length")
-        carry = carries_memory(config)
-        calls = max(1, MAX_LOGITS // (batch_size * config.vocab_size * config.segment_len)) if carry else 1
-        parts = Streams(tokens, streams, config.segment_len * calls)
-        bar = tqdm(total=len(tokens) - 1, unit="tok", desc=f"memory {config.mem_len}", disable=None if progress else True)
-        model.eval()
-        try:
-            nats = sum(
-                _score(model, parts, slice(first, first + batch_size), carry, bar) for first in range(0, streams, batch_size)
-            )
-        finally:
-            model.train(was_training)
-            bar.close()
-        num_tokens = len(tokens) - 1
-        num_bytes = count_bytes(tokens[1:], tokenizer)
-        loss = nats / num_tokens
-        return EvaluationResult(
-            bits_per_byte=nats / math.log(2) / num_bytes,
-            perplexity=math.exp(min(loss, 700)),  # beyond 700 a double overflows
-            loss=loss,
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-            segment_len=config.segment_len,
-            mem_len=config.mem_len if config.uses_grid else None,
-            clamp_len=config.clamp_len,
-            attention_window=config.attention_window,
-            initial_memory=config.initial_memory,
-            streams=streams,
-            batch_size=batch_size,
-            seconds=time.perf_counter() - begin,
-        )
+    begin, tally, extent = time.perf_counter(), _Tally(), _Extent(tokenizer or byte_tokenizer())
+    lengths = [len(tokens)]
+    if document_ids is not None:
+        lengths = torch.unique_consecutive(document_ids, return_counts=True)[1].tolist()
+    with measured(
+        model, segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len, attention_window=attention_window
+    ) as described:
+        block_len = _block_len(model.config, batch_size)
+        parts = Streams(tokens, streams, block_len)
+        with _progress_bar(len(tokens) - 1, model.config, progress) as bar:
+            for first in range(0, streams, batch_size):
+                rows = slice(first, first + batch_size)
+                columns: Iterator[_Columns] = map(_Columns, parts.blocks(rows))
+                if document_ids is not None:
+                    columns = _columns_of_documents(parts, document_ids, lengths, rows)
+                _score(model, columns, tally, bar)
+        for document in tokens.split(lengths):
+            extent.add(document[1:])
+            extent.begin()
+        return _result(described, tally, extent, begin, streams=streams, batch_size=batch_size, num_documents=len(lengths))
+
+
+def evaluate_pieces(
+    model: PreTrainedModel,
+    texts: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    segment_len: int | None = None,
+    mem_len: int | None = None,
+    clamp_len: int | None = None,
+    attention_window: int | None = None,
+    progress: bool = False,
+) -> EvaluationResult:
+    """As `evaluate` on the joined `texts`, as one stream, holding no more of them than a call needs.
+
+    The pieces are tokenized one by one: cut them where the tokenizer begins a new token anyway, as `read_pieces` does.
+    """
+    tokenizer = tokenizer or byte_tokenizer()
+    begin, tally, extent = time.perf_counter(), _Tally(), _Extent(tokenizer)
+
+    def counted() -> Iterator[torch.Tensor]:
+        unscored = 1
+        for ids in encode_pieces(texts, tokenizer):
+            extent.add(ids[unscored:])
+            unscored -= min(unscored, len(ids))
+            yield ids
+
+    with measured(
+        model, segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len, attention_window=attention_window
+    ) as described:
+        blocks = _blocks_of_pieces(counted(), _block_len(model.config, 1))
+        with _progress_bar(None, model.config, progress) as bar:
+            _score(model, map(_Columns, blocks), tally, bar)
+        return _result(described, tally, extent, begin, streams=1, batch_size=1, num_documents=1)
+
+
+class _Columns(NamedTuple):
+    """A block, and where its tokens stand in their documents."""
+
+    block: Block
+    document_ids: torch.Tensor | None = None  # (B, T), of the inputs
+    document_positions: torch.Tensor | None = None  # (B, T), of the targets
+
+
+def _columns_of_documents(
+    parts: Streams, document_ids: torch.Tensor, lengths: Sequence[int], rows: slice
+) -> Iterator[_Columns]:
+    # Cut into streams like the tokens themselves, so that each stands where its token does.
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    cut = [Streams(values, len(parts.lengths), parts.block_len).blocks(rows) for values in (document_ids, positions)]
+    for block, ids, places in zip(parts.blocks(rows), *cut, strict=True):
+        yield _Columns(block, ids.input_ids, places.targets)
+
+
+def _blocks_of_pieces(pieces: Iterable[torch.Tensor], block_len: int) -> Iterator[Block]:
+    """The blocks that `Streams` with one stream makes of the joined pieces."""
+    rest = torch.empty(0, dtype=torch.long)
+    for piece in pieces:
+        rest = torch.cat([rest, piece])
+        while len(rest) > block_len:
+            yield Block(rest[None, :block_len], None, rest[None, 1 : block_len + 1], is_last=False)
+            rest = rest[block_len:]
+    if len(rest) > 1:
+        yield Block(rest[None, :-1], None, rest[None, 1:], is_last=True)
+
+
+def _block_len(config: XLConfig, batch_size: int) -> int:
+    if config.segment_len is None:
+        raise InputError("the model has segment_len=None (every call is one segment); give a segment length")
+    if not carries_memory(config):
+        return config.segment_len
+    return config.segment_len * max(1, MAX_LOGITS // (batch_size * config.vocab_size * config.segment_len))
+
+
+def _progress_bar(total: int | None, config: XLConfig, progress: bool) -> tqdm:
+    return tqdm(total=total, unit="tok", desc=f"memory {config.mem_len}", disable=None if progress else True)
+
+
+class _Tally:
+    """Nats, summed in float64, and numbers of tokens, for each power of two of the number of tokens before."""
+
+    def __init__(self) -> None:
+        self.nats = torch.zeros(64, dtype=torch.float64)
+        self.tokens = torch.zeros(64, dtype=torch.long)
+
+    def add(self, nats: torch.Tensor, before: torch.Tensor) -> None:
+        """Adds tokens, nats (n,), with `before` (n,) >= 1 tokens before each."""
+        bins = (torch.frexp(before.double()).exponent - 1).long()  # exact, where a logarithm rounds
+        self.nats.index_add_(0, bins, nats.double().cpu())
+        self.tokens += torch.bincount(bins, minlength=64)
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return float(self.nats.sum() / self.tokens.sum())
+
+    @property
+    def curve(self) -> tuple[PositionBin, ...]:
+        counted = enumerate(zip(self.nats.tolist(), self.tokens.tolist(), strict=True))
+        return tuple(PositionBin(2**i, 2 ** (i + 1) - 1, tokens, nats / tokens) for i, (nats, tokens) in counted if tokens)
+
+
+class _Extent:
+    """The bytes and characters of tokens that come in pieces."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.special_ids = torch.tensor(tokenizer.all_special_ids, dtype=torch.long)
+        self.num_bytes = self.num_characters = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """What comes next does not go on with what was."""
+        self.last = torch.empty(0, dtype=torch.long)
+
+    def add(self, tokens: torch.Tensor) -> None:
+        # Together with what is before: what some decoders put between two words, or leave out there, depends on both.
+        joined = torch.cat([self.last, tokens])
+        self.num_bytes += count_bytes(joined, self.tokenizer) - count_bytes(self.last, self.tokenizer)
+        self.num_characters += count_characters(joined, self.tokenizer) - count_characters(self.last, self.tokenizer)
+        is_text = ~torch.isin(joined, self.special_ids)
+        newest = int(is_text.nonzero()[-1]) if bool(is_text.any()) else 0
+        self.last = joined[max(0, min(newest, len(joined) - OVERLAP)) :]
+
+
+def count_characters(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Unicode code points of the text that `tokens` [N] stand for; of bytes, those whose first byte is among them."""
+    if isinstance(tokenizer, ByT5Tokenizer):
+        codes = tokens[tokens >= tokenizer.offset] - tokenizer.offset
+        return int(((codes & 0xC0) != 0x80).sum())
+    return len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 @torch.no_grad()
-def _score(model: PreTrainedModel, streams: Streams, rows: slice, carry: bool, bar: tqdm) -> float:
-    """The summed loss, in nats, of the streams `rows`."""
-    cache, nats = None, 0.0
-    for block in streams.blocks(rows):
-        output = model(**block.model_inputs(model.device), cache=cache, use_cache=carry)
+def _score(model: PreTrainedModel, columns: Iterable[_Columns], tally: _Tally, bar: tqdm) -> None:
+    """Adds the scored tokens of some streams, block after block, to the tally."""
+    carry, cache, begin = carries_memory(model.config), None, 1
+    for block, document_ids, document_positions in columns:
+        output = model(
+            input_ids=block.input_ids.to(model.device),
+            attention_mask=None if block.attention_mask is None else block.attention_mask.to(model.device),
+            document_ids=document_ids,
+            cache=cache,
+            use_cache=carry,
+        )
         cache = output.cache
-        nats += float(output.loss) * block.num_targets
+        before = torch.arange(begin, begin + block.targets.shape[1]).expand_as(block.targets)
+        scored = block.targets != IGNORE_INDEX
+        if document_positions is not None:
+            before = torch.minimum(before, document_positions)
+            scored &= before > 0  # a document's first token has nothing of it before
+        nats = token_nats(output.logits, block.targets.to(model.device)).cpu()
+        tally.add(nats[scored], before[scored])
+        begin += block.targets.shape[1] if carry else 0
+        bar.set_postfix_str(f"{tally.loss / math.log(2):.3f} bits/token", refresh=False)
         bar.update(block.num_targets)
-    return nats
 
 
-def plot(results: Mapping[str, Sequence[EvaluationResult]], path: str | Path) -> None:
-    """Draws bits per byte against memory length, a line for each named list of results, into a PNG file."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would touch the caller's backend
-    except ImportError:
-        raise InputError("a plot needs matplotlib; install it with `pip install modeling-xl[train]`") from None
+def token_nats(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """-log P of each target, in float32 at least: logits (..., V) and targets (...) -> (...); 0 at -100.
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, line in results.items():
-        axes.plot([str(r.mem_len) for r in line], [r.bits_per_byte for r in line], marker="o", label=name)
-    axes.set_xlabel("memory length at evaluation (tokens)")
-    axes.set_ylabel("bits per byte (lower is better)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150, format="png")
+    Log-probabilities, as of adaptive heads, are logits too.
+    """
+    raised = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    nats = torch.nn.functional.cross_entropy(raised, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return nats.view_as(targets)
+
+
+def _result(described: dict[str, Any], tally: _Tally, extent: _Extent, begin: float, **run: Any) -> EvaluationResult:
+    num_tokens = int(tally.tokens.sum())
+    if not num_tokens:
+        raise InputError("no token has another before it that could predict it; give a text of 2 tokens at least")
+    bits = float(tally.nats.sum()) / math.log(2)
+    return EvaluationResult(
+        **described,
+        bits_per_byte=_ratio(bits, extent.num_bytes),
+        bits_per_character=_ratio(bits, extent.num_characters),
+        perplexity=_perplexity(tally.loss),
+        loss=tally.loss,
+        num_tokens=num_tokens,
+        num_bytes=extent.num_bytes,
+        num_characters=extent.num_characters,
+        seconds=time.perf_counter() - begin,
+        position_curve=tally.curve,
+        **run,
+    )
+
+
+def _ratio(amount: float, count: int) -> float:
+    return amount / count if count else math.nan  # special tokens stand for no text
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700))  # beyond 700 a double overflows
+
+
+def preprocess_logits_for_metrics(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
+    """For `Trainer(preprocess_logits_for_metrics=...)`: logits (B, T, V) and labels (B, T) -> nats (B, T - 1) of labels 1 on.
+
+    So a number a token is kept of an evaluation set, and not one for each entry of the vocabulary.
+    """
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return token_nats(logits[:, :-1], labels[:, 1:])
+
+
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """For `Trainer(compute_metrics=...)`, beside `preprocess_logits_for_metrics`: loss (nats), bits and perplexity per token.
+
+    Means over all tokens of the evaluation set. The loss takes the place of Trainer's, a mean over batches. Labels are
+    shifted by one column, as models shift them; those of -100 count for nothing. Where a row begins with pads, the model
+    leaves its first token out and this does not: pad to the right. `shift_labels` are not looked at, and
+    `batch_eval_metrics` does not go with it.
+    """
+    chosen = prediction.label_ids[:, 1:] != IGNORE_INDEX
+    nats = prediction.predictions[chosen].astype("float64")
+    loss = float(nats.sum() / max(1, len(nats)))
+    return {"loss": loss, "bits_per_token": loss / math.log(2), "perplexity": _perplexity(loss)}

@@ -5,6 +5,7 @@ Written against `GenerationMixin` of Transformers 5.24.
 
 import copy
 import functools
+from collections.abc import Iterable, Iterator
 
 import torch
 from transformers import GenerationMixin
@@ -13,6 +14,8 @@ from transformers.generation import GenerationMode
 from .cache_xl import XLCache
 
 CACHE_ALIASES = ("past_key_values", "mems")
+# Logits of one call, in elements: long calls are fast, and 2^24 of them are 64 MB in float32.
+MAX_LOGITS = 2**24
 
 
 def take_aliases(kwargs: dict) -> dict:
@@ -43,6 +46,18 @@ def check_cache(cache, config) -> None:
             "nothing: the model makes one."
         )
     cache.check_config(config)
+
+
+def _log_probs(model, ids, cache):
+    """Reads ids (B, T) but the last, in calls of bounded size; yields log-probabilities (B, n) of those but the first."""
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    length = inputs.shape[1]
+    step = length if model.config.segment_len is None else MAX_LOGITS // (len(ids) * model.config.vocab_size)
+    for part, wanted in zip(inputs.split(max(1, step), 1), targets.split(max(1, step), 1), strict=True):
+        if part.shape[1]:
+            logits = model(input_ids=part, cache=cache, use_cache=True).logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            yield logits.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
 
 
 class XLGenerationMixin(GenerationMixin):
@@ -89,6 +104,39 @@ class XLGenerationMixin(GenerationMixin):
         finally:
             if cache is not None:
                 cache.record_past = recorded  # assisted decoding asks for rows that later calls need not keep
+
+    def stream(self, ids_pieces: Iterable[torch.Tensor], cache: XLCache | None = None) -> Iterator[torch.Tensor]:
+        """Scores a text that comes in pieces: for each piece of ids, the log-probabilities of its tokens given all before.
+
+        ids_pieces: ids (T,), or (B, T) of B texts side by side, T >= 0; taken one by one, so that the text may have no
+        end. Yields nats of the piece's shape, in float32 at least. The first token of all has nothing before it: nan.
+        Any cutting gives the same numbers, but with segment_len=None, where a piece is a segment.
+
+        cache: a state to continue from, which changes as pieces are read (None: a new one). As after `generate` it has
+        read all tokens but the last: begin the next call, of either, with that one. No gradient flows. Dropout acts in
+        training mode: put the model into eval mode before.
+        """
+        if cache is not None:
+            check_cache(cache, self.config)
+        return self._stream(ids_pieces, XLCache(self.config) if cache is None else cache)
+
+    @torch.no_grad()
+    def _stream(self, ids_pieces, cache):
+        last = None  # (B, 1), the token before the piece, not read yet
+        for piece in ids_pieces:
+            if piece.dim() not in (1, 2):
+                raise ValueError(f"A piece has shape {tuple(piece.shape)}; it must be ids (T,) or (batch, T).")
+            ids = (piece if piece.dim() == 2 else piece[None]).to(self.device)
+            if last is None:
+                joined = ids
+            elif len(ids) == len(last):
+                joined = torch.cat([last, ids], 1)
+            else:
+                raise ValueError(f"A piece has {len(ids)} rows and those before had {len(last)}; all must have as many.")
+            parts = [torch.full(ids[:, :1].shape, torch.nan, device=self.device)] if last is None else []
+            parts.extend(_log_probs(self, joined, cache))
+            last = joined[:, -1:] if joined.shape[1] else None
+            yield torch.cat(parts, 1).view(piece.shape) if parts else torch.empty(piece.shape, device=self.device)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         return None  # the cache counts real tokens itself; ids that begin at 0 again would begin a document

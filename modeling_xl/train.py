@@ -1,30 +1,30 @@
-"""A plain training loop over Accelerate that carries memory along contiguous streams, and the saving of what it made.
+"""Training from a config and a text: settings by short names, a progress bar, and the saving of what was made.
 
-Each row of the batch reads one part of the text from beginning to end; a new pass starts from a fresh memory. Over
-several processes every process has rows of its own, and the memory of a row never travels.
+How memory is carried from step to step is `XLTrainer`'s.
 """
 
 import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
 from .configuration_xl import XLConfig
-from .data import Block, InputError, Streams, byte_tokenizer, count_bytes
-from .evaluate import carries_memory
 from .modeling_xl import XLForCausalLM
+from .text import InputError, byte_tokenizer, count_bytes
+from .trainer import XLTrainer, XLTrainingArguments, last_checkpoint
 
 SHOW_EVERY = 20  # steps between two readings of the loss, which wait for the device
+
+NONE_MEANS_NO_LIMIT = ("max_steps", "max_bytes", "stream_len", "save_steps")
 
 # `configs` lies inside the package once installed from a wheel, and beside it in a checkout.
 CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs")
@@ -45,11 +45,12 @@ class TrainingSettings:
     max_grad_norm: float = 1.0
     mixed_precision: str = "no"
     seed: int = 0
+    save_steps: int | None = None  # steps from one checkpoint to the next (None: none are made)
 
     def __post_init__(self) -> None:
         counts, numbers = (int, "an integer"), ((int, float), "a number")
         rules: list[tuple[tuple[Any, str], str, Callable[[Any], bool], list[str]]] = [
-            (counts, "of at least 1", lambda x: x >= 1, ["max_steps", "max_bytes", "batch_size", "stream_len"]),
+            (counts, "of at least 1", lambda x: x >= 1, ["batch_size", *NONE_MEANS_NO_LIMIT]),
             (counts, "of at least 0", lambda x: x >= 0, ["warmup_steps", "seed"]),
             (numbers, "above 0", lambda x: x > 0, ["learning_rate", "max_grad_norm"]),
             (numbers, "of at least 0", lambda x: x >= 0, ["weight_decay"]),
@@ -57,18 +58,41 @@ class TrainingSettings:
         for (kind, word), rule, holds, names in rules:
             for name in names:
                 value = getattr(self, name)
-                if value is None and name in ("max_steps", "max_bytes", "stream_len"):
+                if value is None and name in NONE_MEANS_NO_LIMIT:
                     continue
                 if not isinstance(value, kind) or isinstance(value, bool) or not holds(value):
                     raise InputError(f"{name}={value!r}: must be {word} {rule}")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise InputError(f"mixed_precision={self.mixed_precision!r}: must be no, bf16 or fp16")
 
+    def arguments(self, output_dir: str | Path) -> XLTrainingArguments:
+        """As Trainer has them; how many steps there are depends on the text too."""
+        return XLTrainingArguments(
+            output_dir=str(output_dir),
+            per_device_train_batch_size=self.batch_size,
+            stream_len=self.stream_len,
+            learning_rate=self.learning_rate,
+            lr_scheduler_type="cosine",
+            optim="adamw_torch_fused",
+            adam_beta2=0.99,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            bf16=self.mixed_precision == "bf16",
+            fp16=self.mixed_precision == "fp16",
+            seed=self.seed,
+            logging_steps=SHOW_EVERY,
+            save_strategy="steps" if self.save_steps else "no",
+            save_steps=self.save_steps or 1,
+            save_total_limit=2,
+            report_to="none",
+            disable_tqdm=True,
+        )
+
 
 @dataclass(frozen=True)
 class TrainingResult:
     steps: int
-    num_bytes: int  # read, over all processes
+    num_bytes: int  # read in this run, over all processes
     bits_per_byte: float  # mean over the last steps shown by the progress bar
     seconds: float
 
@@ -159,83 +183,61 @@ def train(
     *,
     progress: bool = False,
     description: str = "train",
+    checkpoints: str | Path | None = None,
 ) -> TrainingResult:
-    """Trains `model` in place on `tokens` [N], read in order by `settings.batch_size` streams a process.
+    """Trains `model` in place on `tokens` [N] with `XLTrainer`. Only what `settings.save_steps` asks for is saved, in the
+    folder `checkpoints`; a run that finds a whole checkpoint there goes on from it as if it had never stopped.
 
-    A call covers `bptt_segments + 1` segments, so that gradient reaches as far back as the config says; the model
-    detaches the memory it hands on. With plain attention over everything, which has no bounded memory, segments are
-    separate samples. `tokenizer` says how many bytes the tokens stand for (default: bytes).
+    `tokenizer` says how many bytes the tokens stand for (default: bytes).
     """
-    config = model.config
-    if config.segment_len is None:
-        raise InputError("the config has segment_len=None (every call is one segment); give a segment length")
-    set_seed(settings.seed)
-    accelerator = Accelerator(mixed_precision=settings.mixed_precision)
-    block_len = config.segment_len * (config.bptt_segments + 1)
-    streams = Streams(tokens, settings.batch_size * accelerator.num_processes, block_len)
-    first = settings.batch_size * accelerator.process_index
-    rows = slice(first, first + settings.batch_size)
+    if settings.save_steps and checkpoints is None:
+        raise InputError(f"save_steps={settings.save_steps}: name a folder for the checkpoints, or leave it out")
+    begin = time.perf_counter()
     bytes_per_token = count_bytes(tokens, tokenizer or byte_tokenizer()) / len(tokens)
-    step_bytes = bytes_per_token * block_len * settings.batch_size * accelerator.num_processes
-    limits = [settings.max_steps, settings.max_bytes and math.ceil(settings.max_bytes / step_bytes)]
-    num_steps = min((limit for limit in limits if limit is not None), default=len(streams))
-
-    groups = _parameter_groups(model, settings.weight_decay)
-    optimizer = torch.optim.AdamW(groups, settings.learning_rate, betas=(0.9, 0.99), fused=True)
-    schedule = get_cosine_schedule_with_warmup(optimizer, min(settings.warmup_steps, num_steps // 2), num_steps)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    prepared.train()
-    carry = carries_memory(config)
-    begin, num_bytes, bits = time.perf_counter(), 0.0, math.nan
-    recent: list[torch.Tensor] = []
-    cache = None
-    shown = progress and accelerator.is_main_process
-    bar = tqdm(total=num_steps, desc=description, unit="step", disable=None if shown else True)
-    carried = 0  # tokens of each row that the memory comes from
-    for step, block in zip(range(1, num_steps + 1), _passes(streams, rows), strict=False):
-        carried += block_len
-        is_last = block.is_last or (settings.stream_len is not None and carried >= settings.stream_len)
-        output = prepared(
-            **block.model_inputs(accelerator.device),
-            cache=cache,
-            use_cache=carry and not is_last,  # no memory is left over
-        )
-        cache, carried = output.cache, 0 if is_last else carried
-        accelerator.backward(output.loss)
-        accelerator.clip_grad_norm_(prepared.parameters(), settings.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        num_bytes += bytes_per_token * block.num_targets * accelerator.num_processes
-        text_loss = output.loss.detach()
-        if output.aux_loss is not None:
-            text_loss = text_loss - config.compression_loss_coef * output.aux_loss.detach()
-        recent.append(text_loss)
-        if step % SHOW_EVERY == 0 or step == num_steps:
-            loss = accelerator.gather(torch.stack(recent)).mean()
-            bits = float(loss) / math.log(2) / bytes_per_token
-            recent = []
-            if not math.isfinite(bits):
-                raise FloatingPointError(f"the loss is {bits} at step {step}; lower the learning rate")
-            bar.set_postfix_str(f"{bits:.3f} bits/byte", refresh=False)
-            bar.update(step - bar.n)
-    bar.close()
-    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    return TrainingResult(num_steps, round(num_bytes), bits, time.perf_counter() - begin)
+    with tempfile.TemporaryDirectory() as unused:  # Trainer makes its output folder even if nothing goes there
+        arguments = settings.arguments(checkpoints or unused)
+        progress_bar = _Progress(bytes_per_token, description, progress)
+        trainer = XLTrainer(model, arguments, train_dataset=tokens, callbacks=[progress_bar])
+        trainer.remove_callback(PrinterCallback)
+        step_targets = settings.batch_size * arguments.world_size * trainer.block_len
+        limits = [settings.max_steps, settings.max_bytes and math.ceil(settings.max_bytes / step_targets / bytes_per_token)]
+        num_steps = min((limit for limit in limits if limit is not None), default=len(trainer.get_train_dataloader()))
+        arguments.max_steps, arguments.warmup_steps = num_steps, min(settings.warmup_steps, num_steps // 2)
+        trainer.train(last_checkpoint(checkpoints, arguments.world_size) if checkpoints else None)
+    # Mixed precision wraps the forward pass.
+    trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    num_bytes = round(trainer.num_targets * arguments.world_size * bytes_per_token)
+    return TrainingResult(num_steps, num_bytes, progress_bar.bits_per_byte, time.perf_counter() - begin)
 
 
-def _passes(streams: Streams, rows: slice) -> Iterator[Block]:
-    """The blocks of pass after pass over the text."""
-    while True:
-        yield from streams.blocks(rows)
+class _Progress(TrainerCallback):
+    """A bar that shows bits per byte of the text, the memory's own loss left out, and ends a run whose loss is lost."""
 
+    def __init__(self, bytes_per_token: float, description: str, is_shown: bool):
+        self.bytes_per_token = bytes_per_token
+        self.bits_per_byte = math.nan
+        self.bar = tqdm(desc=description, unit="step", disable=None if is_shown else True)
 
-def _parameter_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, Any]]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.bar.reset(state.max_steps)
+        if not state.is_world_process_zero:
+            self.bar.disable = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log = control.should_log or state.global_step == state.max_steps
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" not in logs:
+            return
+        loss = logs["loss"] - logs.get("aux_loss", 0.0)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {state.global_step}; lower the learning rate")
+        self.bits_per_byte = loss / math.log(2) / self.bytes_per_token
+        self.bar.set_postfix_str(f"{self.bits_per_byte:.3f} bits/byte", refresh=False)
+        self.bar.update(state.global_step - self.bar.n)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.close()
 
 
 def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:

@@ -11,8 +11,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .configuration_xl import XLConfig
-from .data import InputError
 from .modeling_xl import XLForCausalLM, XLModel
+from .text import InputError
 
 
 @strict

@@ -1,5 +1,6 @@
 """The command `modeling-xl`: what it writes, its exit codes and its one-line errors."""
 
+import io
 import json
 import os
 import shutil
@@ -9,10 +10,10 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_xl import XLForCausalLM, cli
-from modeling_xl.data import SAMPLE_TEXT, byte_tokenizer, encode
+from modeling_xl.text import SAMPLE_TEXT, byte_tokenizer, encode
 
 CONFIG = {
     "model_type": "xl",
@@ -38,9 +39,13 @@ def folder(tmp_path_factory):
     (path / "held_out.txt").write_bytes(SAMPLE_TEXT.read_bytes()[:1000])
     (path / "latin.txt").write_bytes("zwölf".encode("latin-1"))
     (path / "other" / "model").mkdir(parents=True)
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes)).save_pretrained(path / "llama")
+    byte_tokenizer().save_pretrained(path / "llama")
     LlamaConfig().save_pretrained(path / "other" / "model")
     command = ["train", str(path), "--train-file", str(path / "text.txt"), "--output-dir", str(path / "model")]
     assert cli.main([*command, "--max-steps", "120"]) == 0
+    shutil.copytree(path / "model", path / "twin")
     return path
 
 
@@ -121,7 +126,46 @@ class TestEvaluate:
         results = json.loads(out)
         assert [result["mem_len"] for result in results] == [0, 8, 32]
         assert {result["num_tokens"] for result in results} == {6999}
+        assert {result["model"] for result in results} == {str(folder / "model")}
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_several_models_in_one_table_and_by_position(self, capsys, folder, tmp_path):
+        code, out, _ = run(
+            capsys, "evaluate", folder / "model", folder / "held_out.txt", "--compare", folder / "twin", "--mem-len", 0, 8,
+            "--by-position", "--plot", tmp_path / "plot.png", "--separator", "", "--streams", 2,
+        )  # fmt: skip
+        assert code == 0
+        settings, memory, positions = out.split("\n\n")
+        assert settings.count("documents 10") == 4  # each ends at a blank line
+        lines = [line.split() for line in memory.splitlines()]
+        assert [line[:2] for line in lines[1:]] == [[str(folder / name), m] for name in ("model", "twin") for m in "08"]
+        assert lines[1][2:] == lines[3][2:] != lines[2][2:]
+        assert f"{folder / 'twin'}, memory 8" in positions.splitlines()[0]
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_standard_input_gives_what_the_file_gives(self, capsys, folder, monkeypatch):
+        command = ["evaluate", folder / "model", "--mem-len", 8, "--json"]
+        _, from_file, _ = run(capsys, *command, folder / "held_out.txt")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((folder / "held_out.txt").read_bytes())))
+        code, from_pipe, _ = run(capsys, *command, "-")
+        assert code == 0
+        (from_file,), (from_pipe,) = json.loads(from_file), json.loads(from_pipe)
+        assert {**from_file, "seconds": 0} == {**from_pipe, "seconds": 0}
+
+    def test_recl_of_models_of_several_types(self, capsys, folder, tmp_path):
+        command = [
+            "evaluate", folder / "model", folder / "held_out.txt", "--compare", folder / "llama", "--recl", "--recl-max", 24,
+            "--recl-positions", 20,
+        ]  # fmt: skip
+        code, out, _ = run(capsys, *command, "--plot", tmp_path / "plot.png")
+        assert code == 0
+        assert [line.split()[0] for line in out.splitlines()[1:3]] == [str(folder / "model"), str(folder / "llama")]
+        assert "step 8, contexts up to 24, 20 positions, threshold 0.01, group of 2" in out
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+        code, out, _ = run(capsys, *command, "--json")
+        results = json.loads(out)
+        assert [result["model_type"] for result in results] == ["xl", "llama"]
+        assert [found["ratio"] for found in results[0]["lengths"]] == [0.1, 0.5, 1.0]
 
 
 class TestGenerate:
@@ -190,6 +234,17 @@ class TestGenerate:
         ("evaluate {}/model {}/text.txt --mem-len -3", "--mem-len: -3 is not an integer of at least 0"),
         ("evaluate {}/model {}/text.txt --plot {}/plot.png", "give several values to --mem-len"),
         ("evaluate {}/model {}/text.txt --streams 6000", "too few for 6000 stream"),
+        ("evaluate {}/model {}/text.txt --compare {}/twin {}/model", "model: is named twice"),
+        ("evaluate {}/model {}/text.txt --separator <doc>", "separator='<doc>': no line that equals it divides the text"),
+        ("evaluate {}/model {}/text.txt -", "standard input is read alone"),
+        ("evaluate {}/model - --mem-len 0 4", "several --mem-len: standard input is read once"),
+        ("evaluate {}/model - --compare {}/twin --recl", "--recl, --compare: standard input is read once"),
+        ("evaluate {}/model {}/text.txt --recl --by-position --streams 2", "--streams, --by-position: --recl measures"),
+        ("evaluate {}/model {}/text.txt --recl --recl-step 600 --recl-max 900", "longest=900: two steps of 600 must fit"),
+        ("evaluate {}/model {}/held_out.txt --recl --recl-max 1024", "1000 tokens are too few for contexts of 1024"),
+        ("evaluate {}/llama {}/text.txt --recl --mem-len 4", "mem_len=4: a model of type 'llama' has no such setting"),
+        ("evaluate {}/model {}/text.txt --compare {}/llama", "is a model of type 'llama'"),
+        ("evaluate {}/other/model {}/text.txt --recl", "other/model: no model could be loaded"),
         ("generate {}/model", "nothing to continue"),
         ("generate {}/model --prompt a --prompt-file {}/text.txt", "not allowed with"),
         ("generate {}/model --prompt a --top-p 1.5", "--top-p: 1.5 is not a number above 0 and at most 1"),

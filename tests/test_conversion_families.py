@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from modeling_xl.conversion.convert import DEFAULT_SINKS, Memory, convert, convert_back
 from modeling_xl.conversion.families import FAMILIES
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 LENGTH = 23
 FLOAT32 = 5e-4  # what rounding may leave in logits of up to about 10

@@ -32,7 +32,7 @@ from transformers import GPTNeoXForCausalLM
 from modeling_xl import XLConfig, XLForCausalLM
 from modeling_xl.conversion import convert as convert_module
 from modeling_xl.conversion.convert import convert, convert_back
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 CHECKED = pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 XL = {"vocab_size": 53, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 20}

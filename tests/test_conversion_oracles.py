@@ -25,7 +25,7 @@ from modeling_xl.cache_xl import LayerState
 from modeling_xl.cli import main
 from modeling_xl.conversion import checkpoint_files
 from modeling_xl.conversion.convert import convert, convert_back
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 FORMER = [
     "a01_hf_mem_gt_seg_untie",

@@ -22,7 +22,7 @@ from modeling_xl.cli import main
 from modeling_xl.conversion.checkpoint_files import write_weights
 from modeling_xl.conversion.convert import Memory, convert, convert_back
 from modeling_xl.conversion.weight_map import Rule, apply_back, apply_forth, rows_by_half, rows_by_kind
-from modeling_xl.data import InputError, byte_tokenizer
+from modeling_xl.text import InputError, byte_tokenizer
 
 SIZES = {"vocab_size": 53, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 20}
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from modeling_xl.conversion import restricted_pickle
 from modeling_xl.conversion.restricted_pickle import LazyTensor, RefusedGlobalError, RestrictedFile, Stub, is_stub
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 KIMI = [
     "b01_kimi_same_as_a02",

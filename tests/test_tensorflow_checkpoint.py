@@ -12,7 +12,7 @@ from oracles import oracle
 from safetensors.torch import load_file
 
 from modeling_xl.conversion.tensorflow_checkpoint import DTYPES, TensorFlowCheckpoint, checkpoint_prefix, crc32c, masked_crc32c
-from modeling_xl.data import InputError
+from modeling_xl.text import InputError
 
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)]

@@ -11,8 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from modeling_xl import XLConfig, XLForCausalLM
 from modeling_xl import evaluate as evaluate_module
-from modeling_xl.data import InputError, Streams, byte_tokenizer, count_bytes, encode, read_text, split_text
-from modeling_xl.evaluate import evaluate, plot
+from modeling_xl.data import Streams
+from modeling_xl.evaluate import evaluate
+from modeling_xl.evaluation_report import plot
+from modeling_xl.text import InputError, byte_tokenizer, count_bytes, encode, read_text, split_text
 from modeling_xl.train import TrainingSettings, check_output_dir, load_config, new_model, save, train, training_settings
 
 TEXT = "Tell me, O Muse, of the man of many devices — ὁ πολύτροπος — who wandered full many ways.\r\n" * 9

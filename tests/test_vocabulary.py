@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from modeling_xl.conversion.vocabulary import Vocabulary, _byte_letters, find_vocabulary, make_tokenizer, read_symbols
-from modeling_xl.data import InputError, count_bytes, encode
+from modeling_xl.text import InputError, count_bytes, encode
 
 # Words as WikiText has them, and odder ones; no word holds a joint that `@-@`, `@,@` or `@.@` would stand for.
 TEXT = """<unk> <eos> the of in and a to was on as that for with by is it from at his cat sat dog's name named known well
