@@ -7,12 +7,14 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
@@ -189,9 +191,12 @@ def train(
     folder `checkpoints`; a run that finds a whole checkpoint there goes on from it as if it had never stopped.
 
     `tokenizer` says how many bytes the tokens stand for (default: bytes).
+    Raises InputError where `checkpoints` holds those of a run with another text, model, first weights or setting.
     """
     if settings.save_steps and checkpoints is None:
         raise InputError(f"save_steps={settings.save_steps}: name a folder for the checkpoints, or leave it out")
+    if checkpoints is not None:
+        _check_same_run(Path(checkpoints), model, tokens, settings)
     begin = time.perf_counter()
     bytes_per_token = count_bytes(tokens, tokenizer or byte_tokenizer()) / len(tokens)
     with tempfile.TemporaryDirectory() as unused:  # Trainer makes its output folder even if nothing goes there
@@ -208,6 +213,35 @@ def train(
     trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     num_bytes = round(trainer.num_targets * arguments.world_size * bytes_per_token)
     return TrainingResult(num_steps, num_bytes, progress_bar.bits_per_byte, time.perf_counter() - begin)
+
+
+def _check_same_run(checkpoints: Path, model: PreTrainedModel, tokens: torch.Tensor, settings: TrainingSettings) -> None:
+    """Keeps beside the checkpoints what the run is made of, and refuses to go on with those of another."""
+    facts = asdict(settings) | model.config.to_diff_dict()
+    for name in ("save_steps", "transformers_version"):  # these change nothing of what comes out
+        facts.pop(name, None)
+    facts |= {"text": _checksum([tokens]), "first weights": _checksum(model.parameters())}
+    facts = json.loads(json.dumps(facts))  # as they are read again
+    path = checkpoints / "run.json"
+    if path.is_file() and last_checkpoint(checkpoints, PartialState().num_processes):
+        known = _read_json(path)
+        if changed := sorted(name for name in {*facts, *known} if facts.get(name) != known.get(name)):
+            raise InputError(
+                f"{checkpoints}: holds checkpoints of a run with other {', '.join(changed)}; give what that had, to go on, or "
+                "remove the folder, to begin anew"
+            )
+    elif PartialState().is_main_process:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        temporary = checkpoints / ".run.json"
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(path)
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> int:
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, value)
+    return value
 
 
 class _Progress(TrainerCallback):

@@ -7,12 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from modeling_xl import XLForCausalLM, cli
+from modeling_xl import XLForCausalLM, cli, train
 from modeling_xl.text import SAMPLE_TEXT, byte_tokenizer, encode
 
 CONFIG = {
@@ -82,6 +83,52 @@ def test_train_reports_and_saves(capsys, folder, tmp_path):
     assert "trained 19 steps on 304 bytes" in out
     assert "segment 8, memory 4, clamp none, window none, start empty, streams 2" in out
     assert XLForCausalLM.from_pretrained(tmp_path / "new").config.mem_len == 4
+
+
+class TestGoingOn:
+    def command(self, folder, output, *more):
+        files = ("--train-file", folder / "text.txt", "--output-dir", output)
+        return ("train", folder, *files, "--max-steps", 12, "--save-steps", 5, *more)
+
+    @pytest.fixture
+    def ended(self, capsys, folder, tmp_path, monkeypatch):
+        """A run ended after step 8; its last checkpoint is of step 5."""
+
+        def end(self, args, state, control, **kwargs):
+            if state.global_step == 8:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train._Progress, "on_step_end", end)
+            assert run(capsys, *self.command(folder, tmp_path / "ended"))[0] == 130
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["ended.checkpoints"]
+        assert train.last_checkpoint(tmp_path / "ended.checkpoints").endswith("checkpoint-5")
+        return tmp_path / "ended"
+
+    def test_the_same_command_ends_with_the_same_weights(self, capsys, folder, ended):
+        code, out, _ = run(capsys, *self.command(folder, ended, "--save-steps", 4))
+        assert code == 0
+        assert "trained 12 steps on 448 bytes" in out  # 7 steps of 8 rows of 8, those after the checkpoint
+        assert not Path(f"{ended}.checkpoints").exists()
+        straight = ended.with_name("straight")
+        assert run(capsys, *self.command(folder, straight))[0] == 0
+        first, second = (XLForCausalLM.from_pretrained(path).state_dict() for path in (ended, straight))
+        assert all(torch.equal(first[name], second[name]) for name in second)
+
+    @pytest.mark.parametrize(
+        ("more", "names"),
+        [
+            (("--learning-rate", 0.02, "--mem-len", 3), "learning_rate, mem_len"),
+            (("--seed", 1), "first weights, seed"),
+            (("--train-file", "{}/held_out.txt"), "text"),
+        ],
+    )
+    def test_another_run_is_refused(self, capsys, folder, ended, more, names):
+        more = [part.format(folder) if isinstance(part, str) else part for part in more]
+        code, _, err = run(capsys, *self.command(folder, ended, *more))
+        assert code == 2
+        assert f"{ended}.checkpoints: holds checkpoints of a run with other {names}; give what that had" in err
+        assert run(capsys, *self.command(folder, ended))[0] == 0
 
 
 @pytest.mark.slow
