@@ -42,6 +42,17 @@ def _number(kind: Callable[[str], Any], low: float, high: float = float("inf"), 
     return parse
 
 
+def _setting(text: str) -> tuple[str, Any]:
+    """An argparse type: NAME=VALUE, the value as JSON, or else as it stands."""
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def build_parser() -> argparse.ArgumentParser:
     count, count_or_0 = _number(int, 1), _number(int, 0)
     positive, at_least_0 = _number(float, 0, above=True), _number(float, 0)
@@ -84,6 +95,14 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--max-grad-norm", type=positive, metavar="X", help="clip the gradient's norm")
     train.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="number format of the forward pass")
     train.add_argument("--seed", type=count_or_0, metavar="N", help="of the weights and dropout")
+    train.add_argument(
+        "--set",
+        type=_setting,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further fields of Transformers' TrainingArguments, such as lr_scheduler_type=inverse_sqrt adam_beta2=0.999",
+    )
     train.add_argument(
         "--save-steps",
         type=count,
@@ -298,8 +317,8 @@ def _train(args: argparse.Namespace) -> None:
 
     check_output_dir(args.output_dir, args.overwrite)
     config, stored = load_config(args.config, segment_len=args.segment_len, mem_len=args.mem_len)
-    given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
-    settings = training_settings(stored, **given)
+    given = {item.name: getattr(args, item.name) for item in fields(TrainingSettings) if item.name != "others"}
+    settings = training_settings(stored | dict(args.set), **given)
     named = args.tokenizer or args.weights
     tokenizer = _load_tokenizer(named) if named else byte_tokenizer()
     text = read_text(args.train_file)

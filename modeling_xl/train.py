@@ -9,7 +9,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,17 @@ from .trainer import XLTrainer, XLTrainingArguments, last_checkpoint
 
 SHOW_EVERY = 20  # steps between two readings of the loss, which wait for the device
 
+# Arguments of the Trainer that the settings, or the command itself, decide: no second way to give them.
+DECIDED = {
+    "output_dir": "--output-dir",
+    "per_device_train_batch_size": "batch_size",
+    "num_train_epochs": "max_steps or max_bytes",
+    "bf16": "mixed_precision",
+    "fp16": "mixed_precision",
+    "save_strategy": "save_steps",
+    "eval_strategy": "--eval-file, which is read at the end",
+}
+
 NONE_MEANS_NO_LIMIT = ("max_steps", "max_bytes", "stream_len", "save_steps")
 
 # `configs` lies inside the package once installed from a wheel, and beside it in a checkout.
@@ -34,8 +45,9 @@ CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parent.paren
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train; `training.json` beside a `config.json` holds the same names. Whichever of `max_steps` and
-    `max_bytes` (of text read) comes first ends the run; with neither it is one pass over the text."""
+    """How to train; `training.json` beside a `config.json` holds the same names, and those of `XLTrainingArguments`, which
+    `others` takes. Whichever of `max_steps` and `max_bytes` (of text read) comes first ends the run; with neither it is one
+    pass over the text."""
 
     max_steps: int | None = None
     max_bytes: int | None = None
@@ -48,6 +60,7 @@ class TrainingSettings:
     mixed_precision: str = "no"
     seed: int = 0
     save_steps: int | None = None  # steps from one checkpoint to the next (None: none are made)
+    others: dict[str, Any] = field(default_factory=dict)  # further fields of XLTrainingArguments
 
     def __post_init__(self) -> None:
         counts, numbers = (int, "an integer"), ((int, float), "a number")
@@ -66,29 +79,55 @@ class TrainingSettings:
                     raise InputError(f"{name}={value!r}: must be {word} {rule}")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise InputError(f"mixed_precision={self.mixed_precision!r}: must be no, bf16 or fp16")
+        self._check_others()
+
+    def _check_others(self) -> None:
+        own = {item.name for item in fields(self)}
+        defaults = {item.name: item.default for item in fields(XLTrainingArguments) if item.init}
+        for name, value in self.others.items():
+            if name in DECIDED:
+                raise InputError(f"{name}={value!r}: give {DECIDED[name]} instead")
+            if name in own or name not in defaults:
+                raise InputError(
+                    f"{name}={value!r}: no training setting; known: {', '.join(sorted(own - {'others'}))}, and the fields of "
+                    "Transformers' TrainingArguments"
+                )
+            default = defaults[name]
+            if isinstance(default, bool) and not isinstance(value, bool):
+                raise InputError(f"{name}={value!r}: must be true or false")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if isinstance(default, int | float) and not isinstance(default, bool) and not is_number:
+                raise InputError(f"{name}={value!r}: must be a number")
 
     def arguments(self, output_dir: str | Path) -> XLTrainingArguments:
-        """As Trainer has them; how many steps there are depends on the text too."""
-        return XLTrainingArguments(
-            output_dir=str(output_dir),
-            per_device_train_batch_size=self.batch_size,
-            stream_len=self.stream_len,
-            learning_rate=self.learning_rate,
-            lr_scheduler_type="cosine",
-            optim="adamw_torch_fused",
-            adam_beta2=0.99,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
-            bf16=self.mixed_precision == "bf16",
-            fp16=self.mixed_precision == "fp16",
-            seed=self.seed,
-            logging_steps=SHOW_EVERY,
-            save_strategy="steps" if self.save_steps else "no",
-            save_steps=self.save_steps or 1,
-            save_total_limit=2,
-            report_to="none",
-            disable_tqdm=True,
-        )
+        """As Trainer has them; how many steps there are depends on the text too. Raises InputError for what it refuses."""
+        arguments: dict[str, Any] = {
+            "output_dir": str(output_dir),
+            "per_device_train_batch_size": self.batch_size,
+            "stream_len": self.stream_len,
+            "learning_rate": self.learning_rate,
+            "lr_scheduler_type": "cosine",
+            "optim": "adamw_torch_fused",
+            "adam_beta2": 0.99,
+            "weight_decay": self.weight_decay,
+            "max_grad_norm": self.max_grad_norm,
+            "bf16": self.mixed_precision == "bf16",
+            "fp16": self.mixed_precision == "fp16",
+            "seed": self.seed,
+            "logging_steps": SHOW_EVERY,
+            "save_strategy": "steps" if self.save_steps else "no",
+            "save_steps": self.save_steps or 1,
+            "save_total_limit": 2,
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        try:
+            return XLTrainingArguments(**arguments | self.others)
+        except (ValueError, TypeError, ImportError) as error:
+            if not self.others:
+                raise
+            given = ", ".join(f"{name}={value!r}" for name, value in self.others.items())
+            raise InputError.about(given, error) from error
 
 
 @dataclass(frozen=True)
@@ -139,10 +178,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def training_settings(stored: dict[str, Any], **overrides: Any) -> TrainingSettings:
     """Settings from a `training.json`, with the overrides that are not None in their place."""
     values = stored | {name: value for name, value in overrides.items() if value is not None}
-    known = [field.name for field in fields(TrainingSettings)]
-    if unknown := sorted(set(values) - set(known)):
-        raise InputError(f"training.json: unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
-    return TrainingSettings(**values)
+    own = {item.name for item in fields(TrainingSettings)} - {"others"}
+    return TrainingSettings(
+        **{name: value for name, value in values.items() if name in own},
+        others={name: value for name, value in values.items() if name not in own},
+    )
 
 
 def new_model(config: XLConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> XLForCausalLM:
@@ -204,9 +244,11 @@ def train(
         progress_bar = _Progress(bytes_per_token, description, progress)
         trainer = XLTrainer(model, arguments, train_dataset=tokens, callbacks=[progress_bar])
         trainer.remove_callback(PrinterCallback)
-        step_targets = settings.batch_size * arguments.world_size * trainer.block_len
+        accumulated = arguments.gradient_accumulation_steps
+        step_targets = settings.batch_size * arguments.world_size * trainer.block_len * accumulated
+        num_blocks = len(trainer.get_train_dataloader())
         limits = [settings.max_steps, settings.max_bytes and math.ceil(settings.max_bytes / step_targets / bytes_per_token)]
-        num_steps = min((limit for limit in limits if limit is not None), default=len(trainer.get_train_dataloader()))
+        num_steps = min((limit for limit in limits if limit is not None), default=math.ceil(num_blocks / accumulated))
         arguments.max_steps, arguments.warmup_steps = num_steps, min(settings.warmup_steps, num_steps // 2)
         trainer.train(last_checkpoint(checkpoints, arguments.world_size) if checkpoints else None)
     # Mixed precision wraps the forward pass.
@@ -217,8 +259,8 @@ def train(
 
 def _check_same_run(checkpoints: Path, model: PreTrainedModel, tokens: torch.Tensor, settings: TrainingSettings) -> None:
     """Keeps beside the checkpoints what the run is made of, and refuses to go on with those of another."""
-    facts = asdict(settings) | model.config.to_diff_dict()
-    for name in ("save_steps", "transformers_version"):  # these change nothing of what comes out
+    facts = asdict(settings) | settings.others | model.config.to_diff_dict()
+    for name in ("save_steps", "others", "transformers_version"):  # these change nothing of what comes out
         facts.pop(name, None)
     facts |= {"text": _checksum([tokens]), "first weights": _checksum(model.parameters())}
     facts = json.loads(json.dumps(facts))  # as they are read again

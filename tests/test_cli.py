@@ -85,6 +85,19 @@ def test_train_reports_and_saves(capsys, folder, tmp_path):
     assert XLForCausalLM.from_pretrained(tmp_path / "new").config.mem_len == 4
 
 
+def test_train_takes_the_arguments_of_transformers(capsys, folder, tmp_path):
+    """A pass over 5,700 bytes in calls of 8 rows of 8, two of them a step: 90 calls, the last of 2 columns."""
+    command = ("train", folder, "--train-file", folder / "text.txt", "--output-dir", tmp_path / "new")
+    settings = ("lr_scheduler_type=inverse_sqrt", "adam_beta2=0.999", "gradient_accumulation_steps=2")
+    code, out, _ = run(capsys, *command, "--set", *settings)
+    assert code == 0
+    assert "trained 45 steps on 5699 bytes" in out
+    code, _, err = run(capsys, *command[:-1], tmp_path / "other", "--set", "mixed_precision=high")
+    assert (code, err.count("\n")) == (2, 1) and "mixed_precision='high': must be no, bf16 or fp16" in err
+    code, _, err = run(capsys, *command[:-1], tmp_path / "other", "--set", "adam_beta2")
+    assert code == 2 and "'adam_beta2' is not NAME=VALUE" in err
+
+
 class TestGoingOn:
     def command(self, folder, output, *more):
         files = ("--train-file", folder / "text.txt", "--output-dir", output)

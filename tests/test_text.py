@@ -323,8 +323,35 @@ class TestSettings:
     def test_given_settings_go_before_stored_ones(self):
         settings = training_settings({"batch_size": 3, "seed": 5}, batch_size=7, seed=None)
         assert (settings.batch_size, settings.seed) == (7, 5)
-        with pytest.raises(InputError, match=r"unknown setting.* beams"):
-            training_settings({"beams": 4})
+
+    def test_those_of_transformers_are_taken_too(self, tmp_path):
+        settings = training_settings({"lr_scheduler_type": "inverse_sqrt", "adam_beta2": 0.999, "batch_size": 3}, seed=4)
+        arguments = settings.arguments(tmp_path)
+        assert (arguments.lr_scheduler_type, arguments.adam_beta2, arguments.seed) == ("inverse_sqrt", 0.999, 4)
+        assert arguments.per_device_train_batch_size == 3
+
+    @pytest.mark.parametrize(
+        ("stored", "message"),
+        [
+            ({"beams": 4}, "beams=4: no training setting; known: batch_size, .*, and the fields of Transformers'"),
+            ({"others": {}}, "others={}: no training setting"),
+            ({"output_dir": "a"}, "output_dir='a': give --output-dir instead"),
+            ({"bf16": True}, "bf16=True: give mixed_precision instead"),
+            ({"adam_beta2": "high"}, "adam_beta2='high': must be a number"),
+            ({"adam_beta2": True}, "adam_beta2=True: must be a number"),
+            ({"full_determinism": 1}, "full_determinism=1: must be true or false"),
+        ],
+        ids=str,
+    )
+    def test_what_is_none_is_named(self, stored, message):
+        with pytest.raises(InputError, match=message):
+            training_settings(stored)
+
+    @pytest.mark.parametrize("stored", [{"lr_scheduler_type": "up"}, {"label_smoothing_factor": 0.1}], ids=str)
+    def test_what_the_trainer_refuses_is_named(self, stored, tmp_path):
+        (name,) = stored
+        with pytest.raises(InputError, match=f"{name}="):
+            training_settings(stored).arguments(tmp_path)
 
     def test_config_from_a_name_a_folder_and_a_file(self, tmp_path):
         by_name, stored = load_config("demo", mem_len=5, segment_len=None)
