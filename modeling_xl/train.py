@@ -309,7 +309,8 @@ class _Progress(TrainerCallback):
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {state.global_step}; lower the learning rate")
         self.bits_per_byte = loss / math.log(2) / self.bytes_per_token
-        self.bar.set_postfix_str(f"{self.bits_per_byte:.3f} bits/byte", refresh=False)
+        shown = f"{self.bits_per_byte:.3f} bits/byte, {logs['tokens_per_second']:,.0f} tokens/s"
+        self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(state.global_step - self.bar.n)
 
     def on_train_end(self, args, state, control, **kwargs):

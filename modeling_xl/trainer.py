@@ -8,6 +8,7 @@ memory of a row never travels.
 import json
 import os
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ class XLTrainer(Trainer):
         self.num_targets = 0  # targets of this process' rows so far
         self._aux_loss: torch.Tensor | float = 0.0  # what the losses since the last log hold of that of the memory's own
         self._aux_logged_at = 0
+        self._memory_bytes = 0  # of this process' memory after the last call that kept one
+        self._logged_at = (time.perf_counter(), 0)  # and num_targets then
         self._called_at: int | None = None  # the global step when the model was last called
         self._forget()
 
@@ -140,6 +143,8 @@ class XLTrainer(Trainer):
         inputs["cache"], inputs["use_cache"] = self._memory, self._carries and not is_last
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         self._memory = outputs.cache
+        if self._memory is not None:
+            self._memory_bytes = self._memory.nbytes
         if outputs.aux_loss is not None:
             share = num_targets / num_items_in_batch if num_items_in_batch is not None else 1.0
             self._aux_loss += outputs.aux_loss.detach() * self.model.config.compression_loss_coef * share
@@ -148,13 +153,19 @@ class XLTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds `aux_loss`: what of `loss` is the memory's own, as compression has one. The rest is that of the text."""
+        """Adds to a loss `tokens_per_second`, over all processes and the time since the last one; `memory_bytes`, what the
+        memories of all of them hold; and `aux_loss`, what of the loss is the memory's own, as compression has one."""
         if "loss" in logs and isinstance(self._aux_loss, torch.Tensor):
             steps = self.state.global_step - self._aux_logged_at
             logs["aux_loss"] = float(self.accelerator.reduce(self._aux_loss, "sum")) / max(1, steps)
             self._aux_loss = 0.0
         if "loss" in logs:
             self._aux_logged_at = self.state.global_step
+            (begin, before), self._logged_at = self._logged_at, (time.perf_counter(), self.num_targets)
+            num_targets = (self.num_targets - before) * self.args.world_size
+            logs["tokens_per_second"] = round(num_targets / (self._logged_at[0] - begin), 1)
+            if self._carries:
+                logs["memory_bytes"] = self._memory_bytes * self.args.world_size
         super().log(logs, start_time)
 
     def get_decay_parameter_names(self, model) -> list[str]:
@@ -193,6 +204,7 @@ class XLTrainer(Trainer):
         written is passed over."""
         self._forget()
         self._aux_loss, self._aux_logged_at = 0.0, 0
+        self._memory_bytes, self._logged_at = 0, (time.perf_counter(), self.num_targets)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir, self.args.world_size)
             if resume_from_checkpoint is None:
@@ -225,7 +237,12 @@ class XLTrainer(Trainer):
             self._memory.save_pretrained(folder)
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / ".position.json"
-        temporary.write_text(json.dumps({"carried": self._carried, "has_memory": self._memory is not None}))
+        position = {
+            "carried": self._carried,
+            "has_memory": self._memory is not None,
+            "memory_bytes": self._memory_bytes,
+        }
+        temporary.write_text(json.dumps(position))
         temporary.replace(folder / "position.json")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -236,7 +253,7 @@ class XLTrainer(Trainer):
         folder = Path(checkpoint) / f"{MEMORY_FOLDER}-{self.args.process_index}"
         position = json.loads((folder / "position.json").read_bytes())
         self._forget()
-        self._carried = position["carried"]
+        self._carried, self._memory_bytes = position["carried"], position["memory_bytes"]
         if position["has_memory"]:
             self._memory = XLCache.from_pretrained(folder, self.model.config).to(self.args.device)
 

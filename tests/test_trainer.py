@@ -248,7 +248,7 @@ class TestResume:
         whole = run(tmp_path, blocks_of(9), **settings)
         place = tmp_path / "checkpoint-3" / "memory-0" / "position.json"
         position = json.loads(place.read_text())
-        assert position == {"carried": 3 * SEGMENT, "has_memory": True}
+        assert (position["carried"], position["has_memory"]) == (3 * SEGMENT, True)
         place.write_text(json.dumps({**position, "has_memory": False}))
         again = run(tmp_path, blocks_of(9), str(tmp_path / "checkpoint-3"), **settings)
         assert abs(losses(again)[3] - losses(whole)[3]) > 1e-4
@@ -410,6 +410,15 @@ class TestEvaluation:
         entries = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
         for name, tokens in texts.items():
             assert entries[f"eval_{name}_loss"] == evaluate(trainer.model, tokens).loss
+
+    def test_a_loss_is_logged_with_speed_and_memory(self, tmp_path):
+        trainer = run(tmp_path, blocks_of(4), max_steps=4, logging_steps=2)
+        first, second = (entry for entry in trainer.state.log_history if "loss" in entry)
+        assert first["tokens_per_second"] > 0 and second["tokens_per_second"] > 0
+        model, cache = make_model(), None
+        for inputs in list(trainer.get_train_dataloader())[:-1]:  # the last call of a pass keeps no memory
+            cache = model(input_ids=inputs["input_ids"], cache=cache, use_cache=True).cache
+        assert second["memory_bytes"] == cache.nbytes > 0
 
     def test_tokenizer_says_what_a_byte_is(self, tmp_path):
         """Ids 0 to 2 are special and stand for no byte."""
