@@ -13,9 +13,6 @@ is drawn at random in fine-tuning a model without dropout, so a seed says where 
 """
 
 import argparse
-import hashlib
-import json
-import os
 import re
 import shlex
 import statistics
@@ -27,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import digest, read_result, with_hash, write_result
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -117,13 +115,6 @@ def join_lines(text: str) -> str:
     return re.sub(r"(?<=\S)[^\S\n]*\r?\n(?=\S)", " ", text)
 
 
-def digest(*parts: bytes) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()[:16]
-
-
 def settings_of(kind: str, seed: int | None, options: argparse.Namespace, shared: dict[str, Any]) -> dict[str, Any]:
     """All that the result of a run depends on, and a hash of it. `converted` is a run without training."""
     settings: dict[str, Any] = {"name": kind if seed is None else f"{kind}-{seed}", "kind": kind, **shared}
@@ -137,23 +128,7 @@ def settings_of(kind: str, seed: int | None, options: argparse.Namespace, shared
             seed=seed,
         )
         settings["training"] = asdict(training)
-    return {**settings, "hash": digest(json.dumps(settings, sort_keys=True).encode())}
-
-
-def read_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished run with these settings, or None."""
-    try:
-        result = json.loads((folder / f"{settings['name']}.json").read_text())
-        return result if result["settings"]["hash"] == settings["hash"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_result(folder: Path, result: dict[str, Any]) -> None:
-    path = folder / f"{result['settings']['name']}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(temporary, path)
+    return with_hash(settings)
 
 
 def run(

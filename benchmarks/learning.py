@@ -13,8 +13,6 @@ its state instead. The process ends with 1 if a run failed.
 """
 
 import argparse
-import hashlib
-import json
 import multiprocessing
 import os
 import shlex
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import digest, read_result, with_hash, write_result
 from transformers.utils import logging
 
 from modeling_xl import XLConfig
@@ -83,7 +82,7 @@ def main() -> int:
             if not any(fnmatch(name, pattern) for name in NAMES):
                 raise InputError(f"--only {pattern}: no such run; the runs are {', '.join(NAMES)}")
         texts = texts_of(options.train, options.valid, options.max_steps)
-        digests = [hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16] for text in texts]
+        digests = [digest(text.numpy().tobytes()) for text in texts]
         settings = {name: settings_of(name, options.max_steps, digests) for name in chosen}
     except InputError as error:
         parser.error(str(error))
@@ -164,16 +163,7 @@ def settings_of(name: str, steps: int, text_digests: list[str]) -> dict[str, Any
         "valid_bytes": VALID_BYTES,
         "valid_streams": round(VALID_BYTES / STREAM_LEN[memory]) if memory in STREAM_LEN else VALID_STREAMS,
     }
-    return {**settings, "hash": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def read_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished run with these settings, or None."""
-    try:
-        result = json.loads((folder / f"{settings['name']}.json").read_text())
-        return result if result["settings"]["hash"] == settings["hash"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return with_hash(settings)
 
 
 def in_process(*arguments) -> int | None:
@@ -205,10 +195,7 @@ def run(settings: dict[str, Any], train_files: list[str], valid_file: str, folde
         "evaluation": evaluated.to_dict(),
         "settings": settings,
     }
-    path = folder / f"{settings['name']}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_result(folder, result)
 
 
 def print_tables(results: list[dict[str, Any]], steps: int) -> None:

@@ -20,8 +20,6 @@ seed says with which weights a model begins and where in the text the reading be
 """
 
 import argparse
-import hashlib
-import json
 import math
 import os
 import re
@@ -37,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import digest, read_result, with_hash, write_result
 from torch.nn import functional as F
 
 STEPS = 900
@@ -94,7 +93,7 @@ def main() -> int:
 
 def run_all(options: argparse.Namespace) -> int:
     names = NAMES + CHECKS
-    digests = {text: [digest(part) for part in texts_of(text, options.shared)] for text in TEXTS}
+    digests = {text: [digest(part.numpy().tobytes()) for part in texts_of(text, options.shared)] for text in TEXTS}
     settings = {name: settings_of(name, options.steps, digests[TEXT_OF[name.split("-")[0]]]) for name in names}
     todo = [name for name in names if read_result(options.output_dir, settings[name]) is None]
     failed = []
@@ -318,7 +317,7 @@ def run(name: str, options: argparse.Namespace) -> None:
         return
     text, kind, seed = name.split("-")
     tokens, valid = texts_of(TEXT_OF[text], options.shared)
-    settings = settings_of(name, options.steps, [digest(tokens), digest(valid)])
+    settings = settings_of(name, options.steps, [digest(part.numpy().tobytes()) for part in (tokens, valid)])
     begin = time.perf_counter()
     model, call = build(kind, int(seed), options.output_dir)
     if text == "double":
@@ -342,10 +341,7 @@ def run(name: str, options: argparse.Namespace) -> None:
         "losses": losses,
         "settings": settings,
     }
-    path = options.output_dir / f"{name}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    os.replace(temporary, path)
+    write_result(options.output_dir, result)
 
 
 def train(model: torch.nn.Module, call: Call, streams: torch.Tensor, steps: int, has_memory: bool) -> list[float]:
@@ -397,10 +393,6 @@ def evaluate(call: Call, tokens: torch.Tensor, has_memory: bool) -> tuple[float,
     return total / (VALID_STREAMS * length), VALID_STREAMS * length
 
 
-def digest(tokens: torch.Tensor) -> str:
-    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
-
-
 def settings_of(name: str, steps: int, text_digests: list[str]) -> dict[str, Any]:
     """All that the result of a run depends on, and a hash of it."""
     text, model, seed = name.split("-")
@@ -415,16 +407,7 @@ def settings_of(name: str, steps: int, text_digests: list[str]) -> dict[str, Any
         "lengths": [SEGMENT, MEMORY, STREAMS, VALID_STREAMS],
         "training": [LEARNING_RATE, WARMUP_STEPS, WEIGHT_DECAY, MAX_GRAD_NORM, *BETAS],
     }
-    return {**settings, "hash": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def read_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished run with these settings, or None."""
-    try:
-        result = json.loads((folder / f"{settings['name']}.json").read_text())
-        return result if result["settings"]["hash"] == settings["hash"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return with_hash(settings)
 
 
 def line(result: dict[str, Any]) -> str:

@@ -349,12 +349,14 @@ def _train(args: argparse.Namespace) -> None:
 
 def _evaluate(args: argparse.Namespace) -> None:
     from .evaluation_report import memory_table, plot, plot_positions, position_table
+    from .text import read_text
 
     _check_evaluate_options(args)
     if args.recl:
         _evaluate_recl(args)
         return
-    results = {source: _losses(args, source) for source in [args.model, *args.compare]}
+    text = None if args.files == ["-"] else read_text(args.files)  # before a model is loaded
+    results = {source: _losses(args, source, text) for source in [args.model, *args.compare]}
     named = {
         f"{source}, memory {result.mem_len}" if len(found) > 1 else source: result
         for source, found in results.items()
@@ -402,21 +404,19 @@ def _check_evaluate_options(args: argparse.Namespace) -> None:
         raise InputError(f"{args.plot}: its folder does not exist; make it first")
 
 
-def _losses(args: argparse.Namespace, source: str) -> list[Any]:
-    """The results of one model, one for each memory length."""
+def _losses(args: argparse.Namespace, source: str, text: str | None) -> list[Any]:
+    """The results of one model, one for each memory length; `text` is that of the files (None: standard input)."""
     from .corpus import Corpus
     from .evaluate import evaluate, evaluate_pieces
-    from .text import encode, read_text
+    from .text import encode
     from .text_pieces import read_pieces
 
     options = {"segment_len": args.segment_len, "clamp_len": args.clamp_len, "attention_window": args.window, "progress": True}
     mem_lens = args.mem_len or [None]
-    if args.files == ["-"]:
-        model, tokenizer = _load_model(source)
+    model, tokenizer = _load_model(source)
+    if text is None:
         pieces = read_pieces(cast(BufferedReader, sys.stdin.buffer))
         return [evaluate_pieces(model, pieces, tokenizer, mem_len=mem_lens[0], **options)]
-    text = read_text(args.files)  # before a model is loaded, and again for the next one: its tokenizer may be another
-    model, tokenizer = _load_model(source)
     if args.separator is None:
         tokens, documents = encode(text, tokenizer), None
     else:
@@ -476,7 +476,7 @@ def _generate(args: argparse.Namespace) -> None:
     from transformers import set_seed
 
     from .cache_xl import XLCache
-    from .text import InputError, encode, read_text
+    from .text import InputError, encode, read_text, write_json
 
     if args.cache_out:
         _check_cache_dir(Path(args.cache_out))
@@ -519,9 +519,7 @@ def _generate(args: argparse.Namespace) -> None:
         cache.save_pretrained(args.cache_out)
         # The last token was produced and not read: whoever goes on from the cache feeds it first.
         left = {"after": cache.get_seq_length(), "ids": produced[0, -1:].tolist()}
-        temporary = Path(args.cache_out) / f".{PENDING_FILE}"
-        temporary.write_text(json.dumps(left))
-        temporary.replace(Path(args.cache_out) / PENDING_FILE)
+        write_json(Path(args.cache_out) / PENDING_FILE, left)
 
 
 def _convert(args: argparse.Namespace) -> None:

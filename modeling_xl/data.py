@@ -229,9 +229,11 @@ class StreamLoader:
 
         Raises InputError if the state is that of streams that were cut in another way.
         """
-        own = self.state_dict()
-        different = [f"{name} {state.get(name)} (here {value})" for name, value in own.items() if name != "position"]
-        different = [text for text, name in zip(different, list(own)[1:], strict=True) if state.get(name) != own[name]]
+        different = [
+            f"{name} {state.get(name)} (here {value})"
+            for name, value in self.state_dict().items()
+            if name != "position" and state.get(name) != value
+        ]
         if different:
             raise InputError(f"the state is that of other streams: {', '.join(different)}; give the same text and sizes")
         self._position = state["position"]

@@ -1,10 +1,12 @@
-"""Text files, read strictly, and their tokens. No model here."""
+"""Text files, read strictly and written whole, and their tokens. No model here."""
 
 import codecs
+import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ def read_chunks(paths: Sequence[str | Path]) -> Iterator[str]:
     for path in map(Path, paths):
         try:
             with path.open("rb") as file:
-                yield from _decoded(path, file)
+                yield from decoded(path, partial(file.read, CHUNK_BYTES))
         except FileNotFoundError:
             raise InputError(f"{path}: no such file; check the path") from None
         except IsADirectoryError:
@@ -45,24 +47,33 @@ def read_chunks(paths: Sequence[str | Path]) -> Iterator[str]:
             raise InputError(f"{path}: cannot be read ({error.strerror}); give a readable text file") from None
 
 
-def _decoded(path: Path, file: BinaryIO) -> Iterator[str]:
+def decoded(source: str | Path, read: Callable[[], bytes]) -> Iterator[str]:
+    """The text of what `read` gives until it gives nothing, as it comes; `source` is what errors name."""
     decoder, num_read, content = codecs.getincrementaldecoder("utf-8")(), 0, b"-"
     while content:
-        content = file.read(CHUNK_BYTES)
+        content = read()
         begin = num_read - len(decoder.getstate()[0])  # of what is decoded now: a character may lie across two chunks
         try:
             text = decoder.decode(content, final=not content)
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{path}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {begin + error.start}); "
+                f"{source}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {begin + error.start}); "
                 "give a text file, or convert it, e.g. with `iconv -t UTF-8`"
             ) from None
         if "\0" in text:
-            raise InputError(f"{path}: not text (NUL byte at offset {num_read + content.index(0)}); give a text file")
+            raise InputError(f"{source}: not text (NUL byte at offset {num_read + content.index(0)}); give a text file")
         num_read += len(content)
-        yield text
+        if text:
+            yield text
     if not num_read:
-        raise InputError(f"{path}: the file is empty; give a file with text in it")
+        raise InputError(f"{source}: is empty; give a file with text in it")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes under a temporary name first, so that a run that is killed leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)
 
 
 def split_text(text: str, held_out: float) -> tuple[str, str]:
@@ -100,11 +111,11 @@ def encode_each(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tup
     return [np.array(row, np.int64) for row in ids], unknown
 
 
-def warn_of_unknown(unknown: int, num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def warn_of_unknown(unknown: int, num_tokens: int, tokenizer: PreTrainedTokenizerBase, remark: str = "") -> None:
     if unknown:
         warnings.warn(
             f"{unknown} of {num_tokens} tokens ({unknown / num_tokens:.1%}) are unknown to the tokenizer and became "
-            f"{tokenizer.unk_token}; is the text of the kind that the vocabulary was made from?",
+            f"{tokenizer.unk_token}; is the text of the kind that the vocabulary was made from?{remark}",
             stacklevel=3,
         )
 

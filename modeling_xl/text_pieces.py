@@ -1,15 +1,14 @@
 """Text as it comes: read, cut where tokens begin, and encoded piece by piece, none of it held whole."""
 
-import codecs
 import io
 import re
-import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .text import InputError, encode
+from .text import decoded, encode_each, warn_of_unknown
 
 # Text that is read as it comes: bytes asked for at once, and characters after which it is cut where no good place is.
 READ_BYTES = 2**16
@@ -23,13 +22,11 @@ def encode_pieces(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> I
     """The ids [n] of each text as `encode` gives them. Of unknown words it warns once, at the first text that has any."""
     warned = False
     for text in texts:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ids = encode(text, tokenizer)
-        if caught and not warned:
-            warnings.warn(f"{caught[0].message} (further ones are not counted)", stacklevel=2)
+        (ids,), (unknown,) = encode_each([text], tokenizer)
+        if unknown and not warned:
+            warn_of_unknown(unknown, len(ids), tokenizer, " (further ones are not counted)")
             warned = True
-        yield ids
+        yield torch.from_numpy(ids)
 
 
 def read_pieces(file: io.BufferedIOBase) -> Iterator[str]:
@@ -38,29 +35,14 @@ def read_pieces(file: io.BufferedIOBase) -> Iterator[str]:
     A cut stands after a line end between two characters that are no spaces, else before a single space between two such,
     and else, after 2^20 characters, anywhere. Raises InputError as `read_text` does.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    text, num_read = "", 0
-    while True:
-        content = file.read1(READ_BYTES)
-        begin = num_read - len(decoder.getstate()[0])
-        try:
-            text += decoder.decode(content, final=not content)
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"standard input: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {begin + error.start}); "
-                "convert it, e.g. with `iconv -t UTF-8`"
-            ) from None
-        if "\0" in text:
-            raise InputError("standard input: not text (it holds a NUL byte); give text")
-        num_read += len(content)
-        cut = _cut(text) if content else len(text)
-        if cut:
+    text = ""
+    for more in decoded("standard input", partial(file.read1, READ_BYTES)):
+        text += more
+        if cut := _cut(text):
             yield text[:cut]
             text = text[cut:]
-        if not content:
-            break
-    if not num_read:
-        raise InputError("standard input: is empty; give a text")
+    if text:
+        yield text
 
 
 def _cut(text: str) -> int:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 from .configuration_xl import XLConfig
 from .modeling_xl import XLForCausalLM
-from .text import InputError, byte_tokenizer, count_bytes
+from .text import InputError, byte_tokenizer, count_bytes, write_json
 from .trainer import XLTrainer, XLTrainingArguments, last_checkpoint
 
 SHOW_EVERY = 20  # steps between two readings of the loss, which wait for the device
@@ -274,9 +274,7 @@ def _check_same_run(checkpoints: Path, model: PreTrainedModel, tokens: torch.Ten
             )
     elif PartialState().is_main_process:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        temporary = checkpoints / ".run.json"
-        temporary.write_text(json.dumps(facts))
-        temporary.replace(path)
+        write_json(path, facts)
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:

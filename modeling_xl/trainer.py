@@ -22,7 +22,7 @@ from .cache_xl import XLCache
 from .corpus import Corpus
 from .data import Block, Blocks, Streams
 from .evaluate import carries_memory, evaluate
-from .text import InputError, byte_tokenizer
+from .text import InputError, byte_tokenizer, write_json
 
 MEMORY_FOLDER = "memory"  # in a checkpoint, with the number of the process behind it
 TRAINER_STATE = "trainer_state.json"  # what Trainer writes last into a checkpoint
@@ -236,14 +236,12 @@ class XLTrainer(Trainer):
         if self._memory is not None:
             self._memory.save_pretrained(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / ".position.json"
         position = {
             "carried": self._carried,
             "has_memory": self._memory is not None,
             "memory_bytes": self._memory_bytes,
         }
-        temporary.write_text(json.dumps(position))
-        temporary.replace(folder / "position.json")
+        write_json(folder / "position.json", position)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)

@@ -20,6 +20,18 @@ from modeling_xl.conversion.convert import convert
 from modeling_xl.head_xl import XLHead
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+# Checkpoints of the former Transformers' Transformer-XL.
+FORMER = [
+    "a01_hf_mem_gt_seg_untie",
+    "a02_hf_mem_lt_seg_shared_r",
+    "a03_hf_clamp",
+    "a04_hf_same_length",
+    "a05_hf_adaptive_wt103",
+    "a06_hf_pre_lnorm",
+    "a07_hf_d_embed_ne_d_model_cutoffs_div1",
+    "a08_hf_no_mem",
+    "a09_hf_adaptive_untied_projs",
+]
 # float32: the worst reference itself, rounded to float32, is off by up to 2.2e-4 in log-probabilities, which reach -66 (hence
 # rtol), and by 2.7e-5 in hidden states and attention weights. float64: two independent references agree to 2e-13.
 LOG_PROBS = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 0, "atol": 1e-9}}

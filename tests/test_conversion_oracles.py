@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from oracles import LOG_PROBS, STATES, converted, golden, load_converted, log_probs_of, oracle, trained_model
+from oracles import FORMER, LOG_PROBS, STATES, converted, golden, load_converted, log_probs_of, oracle, trained_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -27,17 +27,6 @@ from modeling_xl.conversion import checkpoint_files
 from modeling_xl.conversion.convert import convert, convert_back
 from modeling_xl.text import InputError
 
-FORMER = [
-    "a01_hf_mem_gt_seg_untie",
-    "a02_hf_mem_lt_seg_shared_r",
-    "a03_hf_clamp",
-    "a04_hf_same_length",
-    "a05_hf_adaptive_wt103",
-    "a06_hf_pre_lnorm",
-    "a07_hf_d_embed_ne_d_model_cutoffs_div1",
-    "a08_hf_no_mem",
-    "a09_hf_adaptive_untied_projs",
-]
 FORMER_WITH_BIN = ["a01_hf_mem_gt_seg_untie", "a05_hf_adaptive_wt103"]
 ORIGINAL = [
     "b01_kimi_same_as_a02",

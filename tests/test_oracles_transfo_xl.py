@@ -10,27 +10,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from oracles import LOG_PROBS, STATES, golden, load_converted, log_probs_of, oracle
+from oracles import FORMER, LOG_PROBS, STATES, golden, load_converted, log_probs_of, oracle
 from torch.testing import assert_close
 
 from modeling_xl import XLCache
 
-CASES = [
-    "a01_hf_mem_gt_seg_untie",
-    "a02_hf_mem_lt_seg_shared_r",
-    "a03_hf_clamp",
-    "a04_hf_same_length",
-    "a05_hf_adaptive_wt103",
-    "a06_hf_pre_lnorm",
-    "a07_hf_d_embed_ne_d_model_cutoffs_div1",
-    "a08_hf_no_mem",
-    "a09_hf_adaptive_untied_projs",
-]
 # Which attention runs: eager the plain form; sdpa without gradient the blocked, with gradient the trained form.
 # Which memory: hidden states in a call with gradient or without, keys and values in one without.
 FORMS = {"trained": (True, None), "hidden": (False, "hidden"), "key_value": (False, None)}
 
-per_case = pytest.mark.parametrize("case", CASES)
+per_case = pytest.mark.parametrize("case", FORMER)
 per_start = pytest.mark.parametrize("start", ["zeros", "empty"])
 per_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 per_form = pytest.mark.parametrize("form", FORMS)
