@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import prepare_environment
 from results import digest, read_result, with_hash, write_result
 from torch.nn import functional as F
 
@@ -100,7 +101,7 @@ def run_all(options: argparse.Namespace) -> int:
     if todo and not options.only_table:
         print(f"{len(names) - len(todo)} of {len(names)} runs are there, {len(todo)} to do", flush=True)
         peers = options.peers_env or options.output_dir / "peers"
-        peers_python = prepare_peers(peers)
+        peers_python = prepare_environment(peers, PEERS)
         for seed in sorted({name.split("-")[2] for name in todo}):
             if not weights_folder(options.output_dir, seed).exists():
                 in_process(f"weights-{seed}", peers_python, options).check_returncode()
@@ -137,23 +138,6 @@ def in_process(name: str, python: Path | str, options: argparse.Namespace) -> su
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     one_thread = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.run([python, __file__, *arguments], env=os.environ | one_thread | quiet, check=False)
-
-
-def prepare_peers(folder: Path) -> Path:
-    """The Python of the other environment, which is made, or made whole, if need be."""
-    python = folder / "bin" / "python"
-    wanted = (
-        f"from importlib.metadata import version as v; assert all(v(n).split('+')[0] == x for n, x in {list(PEERS.items())})"
-    )
-    if python.exists() and subprocess.run([python, "-c", wanted], capture_output=True, check=False).returncode == 0:
-        return python
-    print(f"making the environment {folder}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    packages = [f"{name}=={version}" for name, version in PEERS.items()]
-    # PyTorch first and alone: as somebody else's dependency it may come as another build.
-    for part in (packages[:1], [*packages[1:], "numpy"]):
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *part], check=True)
-    return python
 
 
 def texts_of(text: str, shared: Path) -> tuple[torch.Tensor, torch.Tensor]:

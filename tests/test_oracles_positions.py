@@ -93,7 +93,8 @@ per_form = pytest.mark.parametrize("form", FORMS)
 @pytest.fixture(params=[1, 2, 128], ids=lambda size: f"blocks_of_{size}")
 def block(request, monkeypatch):
     """Query blocks shorter than, unlike and longer than the golden query lengths."""
-    monkeypatch.setattr(softmax_xl, "BLOCK", request.param)
+    for name in ("BLOCK", "TRAINED_BLOCK"):
+        monkeypatch.setattr(softmax_xl, name, request.param)
     return request.param
 
 
