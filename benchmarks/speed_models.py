@@ -33,7 +33,7 @@ class Case(NamedTuple):
     tokens: int = 1
     memory: int = 0
     layers: int = 12
-    calls: int = SEGMENT  # of decoding
+    calls: int = 32  # of decoding
 
 
 def build(candidate: str, **case: Any) -> Step:

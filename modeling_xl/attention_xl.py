@@ -95,9 +95,9 @@ class XLAttention(nn.Module):
         return self.position.encode(query, key, query_positions, key_positions, context)
 
     def scores(self, query, encoded_query, key, distances, context):
-        """Complete logits (B, H, t, K) for distances (B, t, K) that follow no pattern."""
+        """Complete logits (B, H, t, K) for `GatheredDistances` (B, t, K)."""
         scores = scaled_scores(encoded_query, key, self.scaling)
-        bias = gather_bias(lambda values: self.position.bias(query, values, context), distances)
+        bias = gather_bias(self.position.bias(query, distances.values, context), distances)
         return scores if bias is None else scores + bias
 
     def softmax(
@@ -116,8 +116,9 @@ class XLAttention(nn.Module):
         """Softmax attention of a piece over keys whose newest stands under the last query.
 
         query (B, H, t, D) before and encoded_query after `encode`; key, value (B, heads, K, D). mask (B or 1, 1, t, K),
-        true where visible, or None: causal. distances (K,) falling to 0, of the last query; or gather_distances
-        (B or 1, t, K). sinks: complete logits (B, H, t, s) and values (B, heads, s, D) of tokens beside the keys.
+        true where visible, or None: causal. distances (K,) falling to 0, of the last query; or gather_distances,
+        `GatheredDistances` (B or 1, t, K). sinks: complete logits (B, H, t, s) and values (B, heads, s, D) of tokens beside
+        the keys.
 
         Returns output (B, t, H * D) and weights (B, H, t, s + K), None unless wanted.
         """
@@ -128,7 +129,7 @@ class XLAttention(nn.Module):
             if gather_distances is None:
                 bias = self.position.bias(query, distances, context)
             else:
-                full = gather_bias(lambda values: self.position.bias(query, values, context), gather_distances)
+                full = gather_bias(self.position.bias(query, gather_distances.values, context), gather_distances)
         length, num_keys = query.shape[2], key.shape[2]
         has_gradient = torch.is_grad_enabled()
         if implementation == "flex_attention" and has_gradient and query.device.type == "cpu":

@@ -77,6 +77,9 @@ class Text:
         oldest = self.begin - past if past else (self.begin - 1).clamp(min=0)  # without rows, the state's newest token
         self.is_plain = piece.fillers is None and bool((self.lowest <= oldest).all())
         self.positions = piece.key_positions(past)  # (B or 1, U + t)
+        # Of each block, whether the state holds nothing of the document of some query.
+        self.is_torn = [not bool(self.sees_state(block).all()) for block in self.blocks]
+        self.has_one_pattern = self.is_plain and not piece.is_irregular
         self._shared: dict[tuple, torch.Tensor] = {}
 
     def mask(self, block: Block) -> torch.Tensor | None:
@@ -123,7 +126,7 @@ class Text:
 
     def once(self, make, block: Block, *names) -> torch.Tensor:
         """make(block), made once for all blocks of the same shape where only the shape counts."""
-        if not self.is_plain or self.piece.is_irregular:
+        if not self.has_one_pattern:
             return make(block)
         key = (*names, block.stop - block.start, block.last - block.first)
         if key not in self._shared:
@@ -141,6 +144,9 @@ class Weighing:
 
     def __init__(self, text: Text, dtype: torch.dtype):
         self.text, self.dtype, self.device = text, dtype, text.piece.device
+
+    def share(self, block: Block) -> None:
+        """Makes what all blocks of a shape have in common: a step that is run again for the backward pass may not keep it."""
 
     def __call__(self, number: int, block: Block) -> Weights:
         mask = self.text.mask(block)
@@ -168,6 +174,10 @@ class Decay(Weighing):
     def __init__(self, text: Text, dtype: torch.dtype, rates: list[float]):
         super().__init__(text, dtype)
         self.rates = torch.tensor(rates, dtype=dtype, device=self.device)
+
+    def share(self, block: Block) -> None:
+        if self.text.has_one_pattern:
+            self.text.once(self._local, block, "decay", self.dtype)
 
     def __call__(self, number: int, block: Block) -> Weights:
         text = self.text
@@ -207,6 +217,10 @@ class Bias(Weighing):
         self.queries = None if bias.query is None else bias.query.to(dtype).split(BLOCK, 2)
         self.far = self.table.shape[1] - 1
 
+    def share(self, block: Block) -> None:
+        if self.text.has_one_pattern:
+            self.text.once(self._index, block, "index")
+
     def __call__(self, number: int, block: Block) -> Weights:
         text = self.text
         seen = self._across(block)
@@ -219,9 +233,8 @@ class Bias(Weighing):
         by_distance = functional.pad(by_distance, (0, 1), value=-torch.inf)
         local = by_distance.expand(*shape[:3], -1).gather(-1, index[:, None].expand(shape))
         largest = local.detach().amax(-1, keepdim=True)
-        sees_state = text.sees_state(block)
-        if not bool(sees_state.all()):
-            state = state.masked_fill(~sees_state[:, None, :, None].to(self.device), -torch.inf)
+        if text.is_torn[number]:
+            state = state.masked_fill(~text.sees_state(block)[:, None, :, None].to(self.device), -torch.inf)
         largest = torch.maximum(largest, state.detach())
         local, state = (local - largest).exp(), (state - largest).exp()
         local, state = (weights.unflatten(1, (self.groups, -1)) for weights in (local, state))
@@ -286,7 +299,7 @@ def blockwise(query, key, value, state, text: Text, weigh: Weighing):
     Returns (B, H, t, V) and (B, G, F, V).
     """
     groups = key.shape[1]
-    if text.is_plain and not text.band and not text.piece.is_irregular:
+    if text.has_one_pattern and not text.band:
         kernel = kernel_for(query)
         if kernel is not None:
             return with_kernel(kernel, query, key, value, state, weigh.rates)
@@ -313,6 +326,8 @@ def blockwise(query, key, value, state, text: Text, weigh: Weighing):
             state = kept + entering.transpose(-1, -2) @ value[:, :, :count]
         return output, state
 
+    for block in text.blocks:
+        weigh.share(block)
     # Beside kept rows a block's scores are many times its inputs: they are made again for the backward pass.
     recompute = bool(text.band) and torch.is_grad_enabled()
     outputs = []

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .cache_xl import LayerState
+from .position_base import GatheredDistances
 
 
 class Attended(NamedTuple):
@@ -95,6 +96,10 @@ class MemoryMechanism(nn.Module):
         is_fresh: no row carries a state, so what states depend on may change.
         """
 
+    def prepare(self, attention, hidden_states, state: LayerState | None, piece) -> None:
+        """Told before the layers run, where nothing is compiled, what `attend` will be told; of hidden_states only dtype and
+        device count. Integer arithmetic belongs here, its results into `piece.memo`, and the position scheme's `prepare`."""
+
     def attend(self, attention, hidden_states, state: LayerState | None, piece) -> Attended:
         """One layer's attention over a piece.
 
@@ -111,14 +116,14 @@ class RowView:
     """What the layers with the same mechanism share about a piece.
 
     past: U. mask (B or 1, 1, t, K), true where visible; None: causal, the newest key under the last query.
-    distances (K,) falling to 0, of the last query; gather_distances (B, t, K) where positions are irregular, else None.
+    distances (K,) falling to 0, of the last query; gather_distances (B or 1, t, K) where positions are irregular, else None.
     needed: kept tokens that the next token will look back to, for the row that needs most.
     """
 
     past: int
     mask: torch.Tensor | None
     distances: torch.Tensor
-    gather_distances: torch.Tensor | None
+    gather_distances: GatheredDistances | None
     query_positions: torch.Tensor
     key_positions: torch.Tensor
     needed: int
@@ -128,12 +133,13 @@ class RowView:
 @dataclass
 class SinkView:
     """Sink tokens for a piece: source column of each (B, s), whether it is in the piece, and for the queries their
-    positions relative to the sinks' slots (B, t), the distances (B, t, s) and which are visible (B, 1, t, s)."""
+    positions relative to the sinks' slots (B, t), the distances (B, t, s) and which are visible (B, 1, t, s). slots (1, s)."""
 
     column: torch.Tensor
     is_new: torch.Tensor | None
     query_positions: torch.Tensor
-    distances: torch.Tensor
+    slots: torch.Tensor
+    distances: GatheredDistances
     visible: torch.Tensor
 
 
@@ -163,9 +169,21 @@ class RowMemory(MemoryMechanism):
     def is_hidden(self, piece) -> bool:
         return self.has_two_forms and piece.form == "hidden"
 
+    def prepare(self, attention, hidden_states, state, piece):
+        view = self._view(state or LayerState(), piece)
+        positions = [piece.encode_positions]
+        if self.is_hidden(piece):
+            positions.append(view.key_positions)
+        if view.sinks is not None:
+            positions += [view.sinks.query_positions, view.sinks.slots]
+        distances = view.distances if view.gather_distances is None else None
+        attention.position.prepare(hidden_states, distances, positions, piece.context)
+
     def attend(self, attention, hidden_states, state, piece):
         state = self._begin(attention, hidden_states, state or LayerState(), piece)
         view = self._view(state, piece)
+        if view.past > state.size:
+            raise RuntimeError(f"A layer's memory holds {state.size} rows where {view.past} are needed; the cache is damaged.")
         query, key, value = attention.project(hidden_states)
         context = piece.context
         kept = self.kept_rows(self.config, piece.mem_len) + piece.undo
@@ -250,8 +268,12 @@ class RowMemory(MemoryMechanism):
             return state.append(0, 64 + size // 4, piece.state_dtype, **rows)
         return state.fill(piece.fresh, size, **values)
 
+    def _view_key(self) -> tuple:
+        """What the view of a piece is kept under; layers with the same one share it."""
+        return (type(self).name, "view")
+
     def _view(self, state: LayerState, piece) -> RowView:
-        key = (type(self).name, "view")
+        key = self._view_key()
         if key not in piece.memo:
             piece.memo[key] = self.make_view(state, piece)
         return piece.memo[key]
@@ -270,8 +292,6 @@ class RowMemory(MemoryMechanism):
         if piece.fillers is not None:  # a row that has ended needs nothing, and kept no more than its end asked for
             looks_back = looks_back.masked_fill(piece.fillers >= piece.width, 0)
         past = int(looks_back.max())
-        if past > state.size:
-            raise RuntimeError(f"A layer's memory holds {state.size} rows where {past} are needed; the cache is damaged.")
         mask = None
         if bool((lowest > start - past).any()):
             if lowest.shape[0] > 1 and bool((positions - lowest == (positions - lowest)[:1]).all()):
@@ -282,8 +302,8 @@ class RowMemory(MemoryMechanism):
         key_positions = piece.key_positions(past)
         gather_distances = None
         if piece.is_irregular:
-            gather_distances = piece.encode_positions[:, :, None] - key_positions[:, None]
-            gather_distances = gather_distances.clamp(min=0).to(piece.device)
+            distances = piece.encode_positions[:, :, None] - key_positions[:, None]
+            gather_distances = GatheredDistances.of(distances.clamp(min=0), piece.device)
         after = piece.lengths[:, None]
         needed = (after - oldest(after)).max()
         if config.segment_len is None and type(self).uses_grid:
@@ -321,7 +341,8 @@ class RowMemory(MemoryMechanism):
             column=column.clamp(0, piece.width - 1).to(piece.device),
             is_new=is_new.to(piece.device) if bool(is_new.any()) else None,
             query_positions=relative,
-            distances=(relative[:, :, None] - slots).clamp(min=0).to(piece.device),
+            slots=slots[None],
+            distances=GatheredDistances.of((relative[:, :, None] - slots).clamp(min=0), piece.device),
             visible=visible[:, None].to(piece.device),
         )
 
@@ -348,7 +369,6 @@ class RowMemory(MemoryMechanism):
             key, value = attention.project_past(state.fixed["sink_hidden"][:, 0].to(query.dtype))
         else:
             key, value = (state.fixed[name].to(query.dtype) for name in ("sink_key", "sink_value"))
-        slots = torch.arange(key.shape[2])[None]
-        encoded, key = attention.encode(query, key, view.query_positions, slots, piece.context)
+        encoded, key = attention.encode(query, key, view.query_positions, view.slots, piece.context)
         logits = attention.scores(query, encoded, key, view.distances, piece.context)
         return logits.masked_fill(~view.visible, -math.inf), value

@@ -20,17 +20,18 @@ from torch.nn import functional
 from .cache_xl import LayerState
 from .compression_xl import COMPRESSIONS, Decompression, MostUsed
 from .memory_base import RowMemory, RowView
+from .position_base import GatheredDistances
 
 LOSSES = ("attention", "autoencode")
 
 
 @dataclass
 class Group:
-    """Rows of the batch from which the same number of rows n leaves: their numbers (b,), and for what leaves the columns in
-    the state and the positions, (b, n)."""
+    """Rows of the batch from which the same number of rows n leaves: their numbers (b,), and for what leaves how far it lies
+    from the end of the state, negative, and the positions, (b, n)."""
 
     chosen: torch.Tensor
-    column: torch.Tensor
+    from_end: torch.Tensor
     position: torch.Tensor
 
 
@@ -39,8 +40,8 @@ class Closing:
     """What happens at the end of a piece, the same in every layer. Empty where no segment closes.
 
     closes (B, 1): rows of the batch whose segment does. rows (B, 1): what each holds afterwards beside slots. slots, made:
-    most slots held afterwards, and made now. source (B, height): for each row of the new state one of the old, or, counted
-    on behind these, of those that are made.
+    most slots held afterwards, and made now. source (B, height): for each row of the new state one of the old, counted back
+    from their end, negative; or one of those that are made, from 0.
     """
 
     closes: torch.Tensor | None = None
@@ -167,9 +168,9 @@ class Compressive(RowMemory):
             rows["content_key"] = key
         return rows
 
-    def _view(self, state, piece):
+    def _view_key(self):
         # Which rows the slots hold differs from layer to layer where they are chosen.
-        return self.make_view(state, piece) if self.compression.chooses else super()._view(state, piece)
+        return (*super()._view_key(), self.layer_idx) if self.compression.chooses else super()._view_key()
 
     def make_view(self, state: LayerState, piece) -> RowView:
         config, width = self.config, piece.width
@@ -180,8 +181,6 @@ class Compressive(RowMemory):
         if piece.fillers is not None:  # a row that has ended needs nothing
             held = held.masked_fill(piece.fillers >= width, 0)
         past = int(held.max())
-        if past > state.size:
-            raise RuntimeError(f"A layer's memory holds {state.size} rows where {past} are needed; the cache is damaged.")
         age = torch.arange(past - 1, -1, -1)[None]  # 0: the newest row before the piece
         first = torch.where(age < rows, begin - 1 - age, self._first_of_age(state, piece, age - rows, segments))  # (B, U)
         kept = age < held[:, None]
@@ -197,8 +196,8 @@ class Compressive(RowMemory):
             oldest = key_positions.gather(1, (past - rows).clamp(0, past + width - 1))
             slot = oldest - 1 - (age - rows)
             key_positions = torch.cat([torch.where(age < rows, key_positions[:, :past], slot), key_positions[:, past:]], 1)
-            gather_distances = piece.encode_positions[:, :, None] - key_positions[:, None]
-            gather_distances = gather_distances.clamp(min=0).to(piece.device)
+            distances = piece.encode_positions[:, :, None] - key_positions[:, None]
+            gather_distances = GatheredDistances.of(distances.clamp(min=0), piece.device)
         sinks = None
         if config.num_sink_tokens:
             oldest = self._evicted(config, piece.mem_len, segments) - self._zeros(config, piece.mem_len)
@@ -280,8 +279,12 @@ class Compressive(RowMemory):
             usage = usage + content_weights(query, past_key.gather(2, index), visible[:, None].to(query.device)).sum((1, 2))
         return state.with_fixed(usage=usage)
 
+    def prepare(self, attention, hidden_states, state, piece):
+        super().prepare(attention, hidden_states, state, piece)
+        self._closing(piece)
+
     def close(self, attention, state, piece, dtype):
-        closing = self._closing(state, piece)
+        closing = self._closing(piece)
         learns = piece.wants_aux_loss and self.config.compression_loss is not None
         usage = state.fixed.get("usage")
         made: list[tuple[torch.Tensor, torch.Tensor]] = []  # for each group the slots' rows and where in the old ones they lay
@@ -290,13 +293,14 @@ class Compressive(RowMemory):
             total = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros((), device=piece.device))
         for group in closing.groups:
             hidden = state.last("hidden", state.size)[group.chosen, 0].detach().to(dtype)
-            old = hidden.gather(1, group.column[..., None].expand(-1, -1, hidden.shape[-1]))
+            column = state.size + group.from_end
+            old = hidden.gather(1, column[..., None].expand(-1, -1, hidden.shape[-1]))
             with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
                 if usage is not None:
                     kept = cast(MostUsed, self.compression).choose(usage[group.chosen, : old.shape[1]])
                     new = old.gather(1, kept[..., None].expand(-1, -1, old.shape[-1]))
                 else:
-                    new, kept = self.compression(old), group.column[:, :0]
+                    new, kept = self.compression(old), column[:, :0]
             if total is not None:
                 total = total + self._loss(attention, hidden[:, -self.config.segment_len :], old, new)
                 count += len(old)
@@ -311,12 +315,12 @@ class Compressive(RowMemory):
                 state = LayerState({**state.rows, "key": key}, state.fixed, state.end, state.size)
         return state, aux_loss
 
-    def _closing(self, state: LayerState, piece) -> Closing:
-        """Made once for all layers: they hold as many rows."""
-        key = (self.name, "closing", state.size)
+    def _closing(self, piece) -> Closing:
+        """Made once for all layers."""
+        key = (self.name, "closing")
         if key in piece.memo:
             return piece.memo[key]
-        config, rate, device, size = self.config, self.config.compression_rate, piece.device, state.size
+        config, rate, device = self.config, self.config.compression_rate, piece.device
         after = piece.lengths[:, None]
         closes = (after % config.segment_len == 0) & (after > piece.positions[:, :1])
         closing = piece.memo[key] = Closing()
@@ -333,7 +337,7 @@ class Compressive(RowMemory):
             closing.groups.append(
                 Group(
                     chosen=chosen.to(device),
-                    column=(size - first + torch.arange(number)).to(device),
+                    from_end=(torch.arange(number) - first).to(device),
                     position=(after[chosen] - first + torch.arange(number)).to(device),
                 )
             )
@@ -346,9 +350,9 @@ class Compressive(RowMemory):
         # is the newest; the slots' ages follow the rows'.
         age = torch.arange(height - 1, -1, -1)[None]
         slot_age = age - closing.rows
-        from_old = size - 1 - torch.where(slot_age < 0, age, rows + slot_age - number)
-        source = torch.where((slot_age >= 0) & (slot_age < number), size + closing.made - 1 - slot_age, from_old)
-        closing.source = source.clamp(0, size + closing.made - 1).to(device)
+        from_old = -1 - torch.where(slot_age < 0, age, rows + slot_age - number)
+        source = torch.where((slot_age >= 0) & (slot_age < number), closing.made - 1 - slot_age, from_old)
+        closing.source = source.to(device)
         return closing
 
     def _loss(self, attention, segment, old, new):
@@ -366,6 +370,7 @@ class Compressive(RowMemory):
 
     def _with_slots(self, attention, state: LayerState, piece, closing: Closing, made) -> LayerState:
         """The state with the new rows as the newest slots and without what was evicted."""
+        source = (state.size + closing.source).clamp(min=0)  # rows that hold less than others have nothing there
 
         def moved(name: str, parts):
             """The rows of that name, (B, heads, height, size); parts: those of the new slots for each group."""
@@ -373,7 +378,7 @@ class Compressive(RowMemory):
             new = tensor.new_zeros(*tensor.shape[:2], closing.made, tensor.shape[3])
             for group, part in zip(closing.groups, parts, strict=True):
                 new[group.chosen, :, closing.made - part.shape[2] :] = part.to(new.dtype)
-            index = closing.source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+            index = source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
             return torch.cat([tensor, new], 2).gather(2, index)
 
         rows = {"hidden": moved("hidden", [new[:, None] for new, _ in made])}

@@ -11,6 +11,8 @@ turn φ(q) and φ(k) in the numerator (Su et al., "RoFormer", 2021, section 3.3)
 Legend: B batch, H heads, G heads of the state, t tokens of the piece, U kept rows, D head size, F features of a head.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional
 
@@ -18,6 +20,17 @@ from .cache_xl import LayerState
 from .feature_maps_xl import FEATURE_MAPS, make_feature_map
 from .linear_xl import Bias, Decay, Text, Weighing, blockwise
 from .memory_base import Attended, MemoryMechanism
+
+
+class LinearView(NamedTuple):
+    """What the layers share about a piece. band: newest tokens that are kept as rows. past: how many are there. places: what
+    positions are counted as. distances (band + 2,): of the bias, the last of them stands for all that is farther."""
+
+    band: int
+    past: int
+    text: Text
+    places: torch.Tensor
+    distances: torch.Tensor
 
 
 class LinearAttention(MemoryMechanism):
@@ -58,28 +71,39 @@ class LinearAttention(MemoryMechanism):
     def before_call(self, is_fresh: bool) -> None:
         self.feature_map.before_call(is_fresh)
 
+    def prepare(self, attention, hidden_states, state, piece):
+        view = self._view(attention, state or LayerState(), piece)
+        distances = view.distances if attention.position.has_bias else None
+        attention.position.prepare(hidden_states, distances, [view.places], piece.context)
+
+    def _turns(self, scheme) -> bool:
+        """Whether a rotation turns features, in the numerator only: it does unless they stand for the softmax kernel."""
+        return scheme.rotates and not self.feature_map.approximates_softmax
+
+    def _view(self, attention, state: LayerState, piece) -> LinearView:
+        key = ("linear", "view")
+        if key not in piece.memo:
+            band = self.kept_rows(self.config, piece.mem_len)
+            past = min(state.size, band)
+            # What estimates a kernel of rotated queries and keys is not blind to where they stand, so that is counted from
+            # the first token of a document: it has the numbers that it has alone.
+            places = piece.encode_positions if self._turns(attention.position) else piece.in_document
+            distances = torch.arange(band + 1, -1, -1, device=piece.device)
+            piece.memo[key] = LinearView(band, past, Text(piece, past, band), places, distances)
+        return piece.memo[key]
+
     def attend(self, attention, hidden_states, state, piece):
         state = state or LayerState()
         scheme = attention.position
         query, key, value = attention.project(hidden_states)
         dtype = torch.promote_types(query.dtype, torch.float32)
-        # A rotation turns features, in the numerator only, unless they stand for the softmax kernel of what they map.
-        turns = scheme.rotates and not self.feature_map.approximates_softmax
-        band = piece.memo.get(("linear", "band"))
-        if band is None:  # asked anew in every call: clamp_len may change between evaluations
-            band = piece.memo["linear", "band"] = self.kept_rows(self.config, piece.mem_len)
-        past = min(state.size, band)
-        text = piece.memo.get(("linear", past)) or Text(piece, past, band)
-        piece.memo["linear", past] = text
-        # What estimates a kernel of rotated queries and keys is not blind to where they stand, so that is counted from the
-        # first token of a document: it has the numbers that it has alone.
-        places = piece.encode_positions if turns else piece.in_document
+        turns = self._turns(scheme)
+        band, past, text, places, distances = self._view(attention, state, piece)
         encoded = query
         if not turns:
             encoded, key = attention.encode(query, key, places, places, piece.context)
         bias = None
         if scheme.has_bias and not scheme.decays:
-            distances = torch.arange(band + 1, -1, -1, device=query.device)
             bias = scheme.bias(query, distances, piece.context)
         if band:
             state = state.append(past, 64 + band // 4, piece.state_dtype, key=key, value=value)

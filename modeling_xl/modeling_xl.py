@@ -4,18 +4,18 @@ Legend: B batch, T columns of a call, E hidden size, V vocabulary, N layers.
 """
 
 import math
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple, logging
 
-from .cache_xl import XLCache
+from .cache_xl import LayerState, XLCache
 from .configuration_xl import XLConfig
 from .feedforward_xl import make_norm
 from .generation_xl import XLGenerationMixin, accepts_cache_aliases, check_cache
-from .grid_xl import Packing, plan_call
+from .grid_xl import CallPlan, Packing, Piece, plan_call
 from .head_xl import Projection, XLHead, make_embedding, make_head, resized_embedding, tied_weights
 from .layer_xl import XLDecoderLayer
 from .memory_base import MemoryMechanism
@@ -134,6 +134,7 @@ class XLModel(XLPreTrainedModel):
 
     @accepts_cache_aliases
     @can_return_tuple
+    @torch.compiler.disable(recursive=False)
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -155,23 +156,9 @@ class XLModel(XLPreTrainedModel):
         cache: the state of the tokens before, changed and returned, unless use_cache is False. Returns hidden states that
         are zero at pads.
         """
-        inputs, real = self._check_inputs(input_ids, attention_mask, inputs_embeds)
-        if cache is not None:
-            check_cache(cache, self.config)
-        use_cache = self.config.use_cache if use_cache is None else use_cache
         output_hidden_states = self._setting("output_hidden_states", output_hidden_states)
         output_attentions = self._setting("output_attentions", output_attentions)
-        if output_attentions and self.config._attn_implementation != "eager":
-            raise ValueError(
-                f"output_attentions=True needs attn_implementation='eager', not {self.config._attn_implementation!r}: other "
-                "kernels do not hold the weights. Call model.set_attn_implementation('eager')."
-            )
-        batch, columns = real.shape
-        work = XLCache(self.config) if cache is None else cache.working_copy()
-        self._fix_form(work)
-        work.start(batch)
-        packing = Packing(real)
-        inputs = packing.pack(inputs)
+        inputs, packing, work = self._begin_call(input_ids, attention_mask, inputs_embeds, cache, output_attentions)
         if inputs_embeds is None:
             inputs = self.embed(inputs)
         if self.embed_norm is not None:
@@ -180,76 +167,134 @@ class XLModel(XLPreTrainedModel):
 
         # Layer inputs and weights of whole calls are kept only where they are asked for: a call may be a whole book.
         finished: list[torch.Tensor] = []
-        inputs_of: list[list[torch.Tensor]] = [[] for _ in self.layers]
-        weights: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        inputs_of: list[list[torch.Tensor]] = []
+        weights: list[list[torch.Tensor]] = []
         aux_terms: torch.Tensor | None = None  # their sum and number
-        undo_limit = self._undo_limit(work, columns)
-        pieces = []
-        # Asked here: where layers are checkpointed, gradient may be off while they run.
-        learns = self.training and torch.is_grad_enabled()
-        if packing.width:
-            plan = plan_call(
-                work,
-                packing.counts,
-                self._per_token("document_ids", document_ids, packing),
-                self._per_token("position_ids", position_ids, packing),
-                device=hidden_states.device,
-                segment_len=self.config.segment_len if self._uses_grid else None,
-                longest_piece=None if self._uses_grid or torch.is_grad_enabled() else LONGEST_PIECE,
-                bptt_segments=self.config.bptt_segments,
-                needs_row_lines=torch.is_grad_enabled() or any(m.needs_row_lines for m in self._mechanisms),
-                kept_rows=int(max((n for n in self._kept_rows(work) if math.isfinite(n)), default=0)),
-                undo=int(undo_limit) if math.isfinite(undo_limit) else 0,
-                context=self._position_context(work),
-                wants_weights=bool(output_attentions),
-                wants_aux_loss=learns,
-            )
-            pieces = plan.pieces
-            if use_cache and cache is not None:
-                self._warn_of_open_segment(plan)
-            work.states = [None if state is None else state.detach() for state in work.states]
-            if learns:
-                for mechanism in self.modules():
-                    if isinstance(mechanism, MemoryMechanism):
-                        mechanism.before_call(is_fresh=not bool(work.lengths.any()))
-            for piece in pieces:
-                self._check_reentrant(piece)
-                here = hidden_states[:, piece.start : piece.stop]
-                for index, layer in enumerate(self.layers):
-                    if output_hidden_states:
-                        inputs_of[index].append(here)
-                    state = work.states[index]
-                    if piece.cut is not None and state is not None and layer.self_attn.memory.uses_grid:
-                        state = state.detach(None if bool(piece.cut.all()) else piece.cut)
-                    here, work.states[index], attended, terms = layer(here, memory_state=state, piece=piece)
-                    if terms is not None:
-                        aux_terms = terms if aux_terms is None else aux_terms + terms.to(aux_terms.device)
-                    if output_attentions:
-                        weights[index].append(attended)
-                finished.append(here)
-            plan.write(work, columns, undo_limit)
-        else:
-            finished.append(hidden_states)
-            work.columns += columns
-        last = torch.cat(finished, 1)
+        plan = self._plan(work, packing, document_ids, position_ids, hidden_states.device, output_attentions)
+        for piece in plan.pieces if plan else ():
+            here = hidden_states[:, piece.start : piece.stop]
+            self._prepare(here, work, piece)
+            here, work.states, kept, attended, terms = self._run_layers(here, work.states, piece, output_hidden_states)
+            finished.append(here)
+            inputs_of.append(kept)
+            weights.append(attended)
+            if terms is not None:
+                aux_terms = terms if aux_terms is None else aux_terms + terms
+        last = torch.cat(finished, 1) if finished else hidden_states
         if self.norm is not None:
             last = self.norm(last)
-        last = packing.unpack(self.final_dropout(last))
+        last = self.final_dropout(last)
+        return self._end_call(
+            hidden_states, last, plan, packing, work, cache, use_cache, aux_terms,
+            all_hidden=inputs_of if output_hidden_states else None,
+            weights=weights if output_attentions else None,
+        )  # fmt: skip
+
+    def _run_layers(self, hidden_states, states: list[LayerState | None], piece: Piece, keeps_inputs: bool):
+        """The layers on a piece: hidden states (B, t, E) before and after, with the new states; of each layer its input where
+        asked for, and attention weights; the terms of an auxiliary loss (2,) or None. torch.compile makes one graph of it."""
+        inputs, new_states, weights, aux_terms = [], [], [], None
+        for layer, state in zip(self.layers, states, strict=True):
+            if keeps_inputs:
+                inputs.append(hidden_states)
+            hidden_states, state, attended, terms = layer(hidden_states, memory_state=state, piece=piece)
+            new_states.append(state)
+            weights.append(attended)
+            if terms is not None:
+                aux_terms = terms if aux_terms is None else aux_terms + terms.to(aux_terms.device)
+        return hidden_states, new_states, inputs, weights, aux_terms
+
+    # What follows is arithmetic on integers, which decides what is computed: never compiled.
+
+    @torch.compiler.disable
+    def _begin_call(self, input_ids, attention_mask, inputs_embeds, cache: XLCache | None, output_attentions: bool):
+        """The packed inputs of a call, how they were packed, and a copy of the cache to work on."""
+        inputs, real = self._check_inputs(input_ids, attention_mask, inputs_embeds)
+        if cache is not None:
+            check_cache(cache, self.config)
+        if output_attentions and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions=True needs attn_implementation='eager', not {self.config._attn_implementation!r}: other "
+                "kernels do not hold the weights. Call model.set_attn_implementation('eager')."
+            )
+        work = XLCache(self.config) if cache is None else cache.working_copy()
+        self._fix_form(work)
+        work.start(len(real))
+        packing = Packing(real)
+        return packing.pack(inputs), packing, work
+
+    @torch.compiler.disable
+    def _plan(self, work: XLCache, packing: Packing, document_ids, position_ids, device, output_attentions) -> CallPlan | None:
+        """None where all columns are pads."""
+        if not packing.width:
+            return None
+        undo_limit = self._undo_limit(work, packing.real.shape[1])
+        # Asked here: where layers are checkpointed, gradient may be off while they run.
+        learns = self.training and torch.is_grad_enabled()
+        plan = plan_call(
+            work,
+            packing.counts,
+            self._per_token("document_ids", document_ids, packing),
+            self._per_token("position_ids", position_ids, packing),
+            device=device,
+            segment_len=self.config.segment_len if self._uses_grid else None,
+            longest_piece=None if self._uses_grid or torch.is_grad_enabled() else LONGEST_PIECE,
+            bptt_segments=self.config.bptt_segments,
+            needs_row_lines=torch.is_grad_enabled() or any(m.needs_row_lines for m in self._mechanisms),
+            kept_rows=int(max((n for n in self._kept_rows(work) if math.isfinite(n)), default=0)),
+            undo=int(undo_limit) if math.isfinite(undo_limit) else 0,
+            context=self._position_context(work),
+            wants_weights=bool(output_attentions),
+            wants_aux_loss=learns,
+        )
+        work.detach()
+        if learns:
+            for mechanism in self.modules():
+                if isinstance(mechanism, MemoryMechanism):
+                    mechanism.before_call(is_fresh=not bool(work.lengths.any()))
+        return plan
+
+    @torch.compiler.disable
+    def _prepare(self, hidden_states, work: XLCache, piece: Piece) -> None:
+        """Ends gradients where the piece says so, and lets the layers get ready for it."""
+        self._check_reentrant(piece)
+        for index, layer in enumerate(self.layers):
+            state, memory = work.states[index], cast(MemoryMechanism, layer.self_attn.memory)
+            if piece.cut is not None and state is not None and memory.uses_grid:
+                state = work.states[index] = state.detach(None if bool(piece.cut.all()) else piece.cut)
+            memory.prepare(layer.self_attn, hidden_states, state, piece)
+
+    @torch.compiler.disable
+    def _end_call(
+        self, first, last, plan: CallPlan | None, packing, work, cache, use_cache, aux_terms, all_hidden, weights
+    ) -> XLModelOutput:
+        """Moves the cache on, and unpacks what is returned. first, last: packed states before the layers and after the end."""
+        columns = packing.real.shape[1]
+        if plan is None:
+            work.columns += columns
+        else:
+            plan.write(work, columns, self._undo_limit(work, columns))
+        use_cache = self._setting("use_cache", use_cache)
         if use_cache:
+            if cache is not None and plan is not None:
+                self._warn_of_open_segment(plan)
             work.detach()
             if cache is None:
                 cache = work
             else:
                 cache.commit(work)
-        all_hidden = None
-        if output_hidden_states:
-            joined = [torch.cat(layer, 1) if layer else hidden_states for layer in inputs_of]
+        last = packing.unpack(last)
+        if all_hidden is not None:
+            joined = [torch.cat(layer, 1) for layer in zip(*all_hidden, strict=True)] or [first] * len(self.layers)
             all_hidden = (*(packing.unpack(layer) for layer in joined), last)
+        if weights is not None:
+            by_layer = list(zip(*weights, strict=True)) or [()] * len(self.layers)
+            weights = self._join_weights(by_layer, plan.pieces if plan else [], packing)
         return XLModelOutput(
             last_hidden_state=last,
             cache=cache if use_cache else None,
             hidden_states=all_hidden,
-            attentions=self._join_weights(weights, pieces, packing) if output_attentions else None,
+            attentions=weights,
             aux_loss=None if aux_terms is None else aux_terms[0] / aux_terms[1].clamp(min=1),
         )
 

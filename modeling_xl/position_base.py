@@ -7,11 +7,24 @@ Legend: B batch, H heads, Q queries, K keys, D head size.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+
+
+class GatheredDistances(NamedTuple):
+    """Distances (B or 1, Q, K) that follow no pattern: each value once, (V,), and which of them stands where."""
+
+    values: torch.Tensor
+    place: torch.Tensor
+
+    @classmethod
+    def of(cls, distances: torch.Tensor, device) -> "GatheredDistances":
+        values, place = distances.unique(return_inverse=True)
+        return cls(values.to(device), place.to(device))
 
 
 def dot_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -45,7 +58,7 @@ class PositionContext:
     """What the schemes of all layers share during one piece of a call.
 
     shared: the module that the model owns for the scheme (`PositionScheme.shared_module`), or None.
-    tables: results without gradient that the layers of one piece share (angles, sinusoids), keyed by the scheme.
+    tables: results without gradient that the layers of one piece share (angles, sinusoids), keyed by the scheme (`once`).
     derived: results that depend on weights and outlive the call together with the cache, each with a stamp of what it was
     made from; None where gradients flow.
     derived_limit: for how many distances a scheme may keep them, so that one long call does not swell the cache for ever.
@@ -55,6 +68,15 @@ class PositionContext:
     tables: dict[Any, Any] = field(default_factory=dict)
     derived: dict[Any, tuple[Any, torch.Tensor]] | None = None
     derived_limit: float = math.inf
+
+    def once(self, name: str, argument: torch.Tensor, make: Callable[[torch.Tensor], Any]) -> Any:
+        """make(argument), made once for all layers that hand over the same tensor."""
+        for other, result in self.tables.get(name, ()):
+            if other is argument:
+                return result
+        result = make(argument)
+        self.tables.setdefault(name, []).append((argument, result))
+        return result
 
 
 class PositionScheme(nn.Module):
@@ -97,6 +119,13 @@ class PositionScheme(nn.Module):
 
     def init_parameters(self, std: float) -> None:
         """(Re-)creates the parameters that are not modules of torch, normal with `std`."""
+
+    def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
+        """Told before the layers run what they will ask for, so that it can be made where nothing is compiled.
+
+        hidden_states: of the layers' inputs only dtype and device count. distances: (K,), n, n - 1 ... 0, of a `bias`, or None.
+        positions: of an `encode`, a sequence of tensors. The calls hand over these very tensors; there may be others too.
+        """
 
     def encode(self, query, key, query_positions, key_positions, context: PositionContext):
         """What enters the dot product and the cache.

@@ -128,19 +128,27 @@ class RopePosition(PositionScheme):
                 "number >= 2 of dimensions, at most the head size; choose a factor that does."
             )
 
+    def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
+        for asked in positions:
+            self._rotation(asked, hidden_states, context)
+
     def encode(self, query, key, query_positions, key_positions, context: PositionContext):
         return self._rotate(query, query_positions, context), self._rotate(key, key_positions, context)
 
     def _rotate(self, states, positions, context: PositionContext):
-        dtype = torch.promote_types(states.dtype, torch.float32)
-        known = context.tables.get(("rope", id(positions)))
-        if known is None or known[0] is not positions:
-            angles = positions[:, None, :, None].double() * rope_frequencies(self.parameters_of_rope, self.head_dim)
-            factor = attention_factor(self.parameters_of_rope)
-            rotation = [(f * factor).to(states.device, dtype) for f in (angles.cos(), angles.sin())]  # (B, 1, K, r / 2)
-            known = context.tables["rope", id(positions)] = (positions, *rotation)
-        _, cosine, sine = known
+        cosine, sine = self._rotation(positions, states, context)
         half = cosine.shape[-1]
-        first, second, kept = states.to(dtype).split([half, half, states.shape[-1] - 2 * half], -1)
+        first, second, kept = states.to(cosine.dtype).split([half, half, states.shape[-1] - 2 * half], -1)
         rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine, kept], -1)
         return rotated.to(states.dtype)
+
+    def _rotation(self, positions, like, context: PositionContext):
+        """Cosines and sines of the angles, (B or 1, 1, K, r / 2), in float32 at least."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+
+        def make(positions):
+            angles = positions[:, None, :, None].double() * rope_frequencies(self.parameters_of_rope, self.head_dim)
+            factor = attention_factor(self.parameters_of_rope)
+            return [(f * factor).to(like.device, dtype) for f in (angles.cos(), angles.sin())]
+
+        return context.once(f"rope {dtype}", positions, make)

@@ -73,10 +73,12 @@ class T5Position(PositionScheme):
         found = relative_bucket(distances, buckets, config.relative_attention_max_distance)
         return int((found == buckets - 1).nonzero()[0])
 
+    def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
+        if distances is not None:
+            self._buckets(distances, context)
+
     def bias(self, query, distances, context: PositionContext) -> DistanceBias:
-        key = ("t5", distances.shape[0])
-        known = context.tables.get(key)
-        if known is None or known[0] is not distances:
-            known = (distances, relative_bucket(distances, self.num_buckets, self.max_distance))
-            context.tables[key] = known
-        return DistanceBias(None, cast(T5Table, context.shared)(known[1]))
+        return DistanceBias(None, cast(T5Table, context.shared)(self._buckets(distances, context)))
+
+    def _buckets(self, distances, context: PositionContext) -> torch.Tensor:
+        return context.once("t5", distances, lambda d: relative_bucket(d, self.num_buckets, self.max_distance))

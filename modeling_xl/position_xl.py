@@ -71,21 +71,14 @@ class XLPosition(PositionScheme):
         biases = context.shared if self.biases is None else self.biases
         return cast(XLBiases, biases)()  # called, not read: what moves or shards weights hooks into calls
 
-    def encode(self, query, key, query_positions, key_positions, context: PositionContext):
-        u, _ = self._biases(context)
-        return query + u, key
-
-    def bias(self, query, distances, context: PositionContext) -> DistanceBias:
-        _, v = self._biases(context)
-        return DistanceBias((query + v) * self.head_dim**-0.5, self._table(distances, context))
-
-    def _table(self, distances, context: PositionContext) -> torch.Tensor:
-        """W_R r_d for the distances asked for, (H, K, D)."""
+    def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
+        if distances is None:
+            return
         count = distances.shape[0]
-        is_run = int(distances[0]) == count - 1 and int(distances[-1]) == 0  # count - 1 ... 0, as all regular calls ask
         is_random = self.training and self.dropout.p > 0
-        if context.derived is None or not is_run or is_random or count > context.derived_limit:
-            return self._project(distances, context)
+        if context.derived is None or is_random or count > context.derived_limit:
+            self._sinusoid(distances, context)
+            return
         # Nothing but the distance enters here, so with frozen weights one table serves all calls of a cache. It grows
         # by doubling, so that a memory that fills up token by token does not project it anew for each token.
         key, stamp = ("xl", self.layer_idx), self._stamp(distances.device.type)
@@ -96,7 +89,20 @@ class XLPosition(PositionScheme):
             run = torch.arange(size - 1, -1, -1, device=distances.device)
             table = torch.cat([self._project(part, context) for part in run.split(TABLE_BLOCK)], 1)
             context.derived[key] = (stamp, table)
-        return table[:, table.shape[1] - count :]
+        context.tables["xl table", self.layer_idx] = (distances, table)
+
+    def encode(self, query, key, query_positions, key_positions, context: PositionContext):
+        u, _ = self._biases(context)
+        return query + u, key
+
+    def bias(self, query, distances, context: PositionContext) -> DistanceBias:
+        _, v = self._biases(context)
+        return DistanceBias((query + v) * self.head_dim**-0.5, self._table(distances, context))
+
+    def _table(self, distances, context: PositionContext) -> torch.Tensor:
+        """W_R r_d for the distances asked for, (H, K, D)."""
+        prepared, table = context.tables.get(("xl table", self.layer_idx), (None, None))
+        return table[:, table.shape[1] - distances.shape[0] :] if prepared is distances else self._project(distances, context)
 
     def _stamp(self, device_type: str):
         """What a projected table depends on beside distances: which weights, changed how often, in which precision."""
@@ -105,12 +111,15 @@ class XLPosition(PositionScheme):
         return weights, autocast, self.config.clamp_len
 
     def _project(self, distances, context: PositionContext) -> torch.Tensor:
-        if self.config.clamp_len is not None:
-            distances = distances.clamp(max=self.config.clamp_len)
-        weight = self.r_proj.weight
-        key = ("xl", distances.shape[0], weight.dtype)
-        known = context.tables.get(key)
-        if known is None or not torch.equal(known[0], distances):
-            known = context.tables[key] = (distances, sinusoid(distances, weight.shape[1], weight.dtype))
-        projected = self.r_proj(self.dropout(known[1]))  # (K, H * D)
+        projected = self.r_proj(self.dropout(self._sinusoid(distances, context)))  # (K, H * D)
         return projected.view(-1, self.num_heads, self.head_dim).transpose(0, 1)
+
+    def _sinusoid(self, distances, context: PositionContext) -> torch.Tensor:
+        weight = self.r_proj.weight
+
+        def make(distances):
+            if self.config.clamp_len is not None:
+                distances = distances.clamp(max=self.config.clamp_len)
+            return sinusoid(distances, weight.shape[1], weight.dtype)
+
+        return context.once(f"xl {weight.dtype}", distances, make)

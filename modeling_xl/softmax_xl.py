@@ -11,17 +11,21 @@ W = S + t - 1.
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.nn import functional
 
-from .position_base import DistanceBias, dot_products
+from .position_base import DistanceBias, GatheredDistances, dot_products
+
+# The blocked forms are operators, which torch.compile takes as they are: it would copy the buffer that they read by strides.
+# Their names are this module's own, for copies of this file may come from the Hub.
+OPERATORS = __name__.replace(".", "_")
 
 # Queries a block. On CPUs the kernel that reads likes long ones, and the backward pass short ones, which stay in the caches.
 BLOCK = 128
 TRAINED_BLOCK = 64
 
 
-def shift_by_query(by_distance: torch.Tensor, num_queries: int) -> torch.Tensor:
+def shift_by_query(by_distance: Tensor, num_queries: int) -> Tensor:
     """(..., Q or 1, K) by falling distance of the last query -> (..., Q, K) by key: row i moves left by Q - 1 - i.
 
     Places above the diagonal hold numbers of other rows; a causal mask must hide them (appendix B of Transformer-XL).
@@ -34,26 +38,25 @@ def shift_by_query(by_distance: torch.Tensor, num_queries: int) -> torch.Tensor:
     return padded[..., 1:, :].reshape(*lead, num_queries, num_keys)
 
 
-def gather_bias(bias_of, distances: torch.Tensor) -> torch.Tensor | None:
-    """Bias (B, H, Q, K) for distances (B or 1, Q, K) that follow no pattern. bias_of(distances 1-D) -> DistanceBias."""
-    values, place = distances.unique(return_inverse=True)
-    bias = bias_of(values)
+def gather_bias(bias: DistanceBias | None, distances: GatheredDistances) -> Tensor | None:
+    """Bias (B, H, Q, K) of a scheme for `distances.values`, where they stand."""
     if bias is None:
         return None
-    by_distance = bias.by_distance()  # (B or 1, H, Q or 1, number of values)
+    by_distance = bias.by_distance()  # (B or 1, H, Q or 1, V)
+    place = distances.place
     batch = max(by_distance.shape[0], place.shape[0])
     shape = (batch, by_distance.shape[1], place.shape[1])
     index = place[:, None].expand(*shape, place.shape[2])
     return by_distance.expand(*shape, by_distance.shape[3]).gather(-1, index)
 
 
-def causal_mask(num_queries: int, num_keys: int, device) -> torch.Tensor:
+def causal_mask(num_queries: int, num_keys: int, device) -> Tensor:
     """(1, 1, Q, K) booleans, true where visible, the newest key under the last query."""
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return mask.tril_(num_keys - num_queries)[None, None]
 
 
-def scaled_scores(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+def scaled_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """q . k * scaling, (B, H, Q, K), in float32 at least; key may have fewer heads, each for a group of query heads."""
     batch, heads, queries, size = query.shape
     if query.dtype == torch.float16:  # its range ends at 65504; bfloat16 has that of float32
@@ -118,178 +121,245 @@ def _skewed(query, table, batch: int, first: int, size: int, start: int, stop: i
     return buffer, buffer.as_strided((batch, heads, length, size), strides, length - 1)
 
 
-def _hide(view: torch.Tensor, mask, start: int, stop: int, size: int) -> None:
+def _hide(view: Tensor, mask, start: int, stop: int, size: int) -> None:
     if mask is not None:
         view.masked_fill_(~mask[:, :, start:stop, :size], -math.inf)
 
 
-def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: float) -> torch.Tensor:
+def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: float) -> Tensor:
     """Attention without gradient, one block of queries after the other. Arguments and result as `plain_attention`'s,
     but the bias as factors, no weights, and mask may be None: causal."""
+    table, position_query = bias.table, bias.query
+    if position_query is not None:  # autocast may have made one of them and not the other
+        dtype = torch.promote_types(position_query.dtype, table.dtype)
+        position_query, table = position_query.to(dtype), table.to(dtype)
+    output = _read(query, key, value, position_query, table, mask, scaling)  # (B, Q, H, D)
+    return output.transpose(1, 2)
+
+
+@torch.library.custom_op(f"{OPERATORS}::read", mutates_args=())
+def _read(
+    query: Tensor, key: Tensor, value: Tensor, position_query: Tensor | None, table: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
     batch, _, num_queries, _ = query.shape
     num_keys = key.shape[2]
-    rows = batch if bias.query is not None or (mask is not None and mask.shape[0] > 1) else 1
-    table, position_query = bias.table, None
-    if bias.query is not None:  # autocast may have made one of them and not the other
-        dtype = torch.promote_types(bias.query.dtype, table.dtype)
-        position_query, table = bias.query.transpose(0, 1).to(dtype).contiguous(), table.to(dtype)
+    rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
+    by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
     grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
-    outputs = []
+    output = _empty_by_column(query, value)
     for start in range(0, num_queries, BLOCK):
         stop = min(start + BLOCK, num_queries)
         size = num_keys - num_queries + stop
-        _, view = _skewed(position_query, table, rows, num_keys - size, size, start, stop)
+        _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
         _hide(view, mask, start, stop, size)
         if query.device.type != "cpu":
             view = view.contiguous()  # kernels on accelerators want aligned rows
         block = functional.scaled_dot_product_attention(
             query[:, :, start:stop], key[:, :, :size], value[:, :, :size], attn_mask=view, scale=scaling, **grouped
         )
-        outputs.append(block)
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-    return zero_unseeing(output, mask)
+        output[:, start:stop] = block.transpose(1, 2)
+    if mask is not None:
+        sees = mask.any(-1).transpose(1, 2)[..., None]  # (B or 1, Q, 1, 1)
+        if not bool(sees.all()):
+            output.masked_fill_(~sees, 0.0)
+    return output
 
 
-def zero_unseeing(output: torch.Tensor, mask) -> torch.Tensor:
+def _empty_by_column(query: Tensor, value: Tensor) -> Tensor:
+    batch, heads, num_queries, _ = query.shape
+    return query.new_empty(batch, num_queries, heads, value.shape[3])
+
+
+@_read.register_fake
+def _(query, key, value, position_query, table, mask, scaling):
+    return _empty_by_column(query, value)
+
+
+def zero_unseeing(output: Tensor, mask) -> Tensor:
     """Zeros for queries that see nothing, whatever a kernel made of them."""
-    if mask is None:
-        return output
-    sees = mask.any(-1, keepdim=True)  # (B or 1, 1, Q, 1)
-    return output if bool(sees.all()) else output.masked_fill(~sees, 0.0)
+    return output if mask is None else output.masked_fill(~mask.any(-1, keepdim=True), 0.0)  # (B or 1, 1, Q, 1)
 
 
 _CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
-class BiasedAttention(torch.autograd.Function):
-    """Attention with a distance bias for training: blocks of queries, gradients by hand, scores of one block at a time.
+@torch.library.custom_op(f"{OPERATORS}::train", mutates_args=())
+def _train(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position_query: Tensor | None,
+    table: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Q, D), and the log of each query's softmax sum (B, H, Q).
 
-    Kept for the backward pass: inputs, output and the log of each query's softmax sum. Dropout is drawn again from its
-    seed, block by block. `plain_attention` is the reference.
+    For training: gradients by hand, scores of one block at a time. Kept for the backward pass are inputs and results.
+    Dropout is drawn again from its seed, block by block. `plain_attention` is the reference.
     """
-
-    @staticmethod
-    def forward(ctx, query, key, value, position_query, table, mask, scaling, dropout, seed):
-        batch, heads, num_queries, _ = query.shape
-        num_keys = key.shape[2]
-        by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
-        kernel = _CPU_KERNEL if query.device.type == "cpu" and not dropout else None
-        rows = batch
-        if kernel is not None and by_head is None and (mask is None or mask.shape[0] == 1):
-            rows = 1
-        output = torch.empty_like(query)
-        log_sum = query.new_empty(batch, heads, num_queries)
-        for start in range(0, num_queries, TRAINED_BLOCK):
-            stop = min(start + TRAINED_BLOCK, num_queries)
-            size = num_keys - num_queries + stop
-            _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
-            _hide(view, mask, start, stop, size)
-            queries, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
-            if kernel is not None:
-                block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
-            else:
-                scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling).add_(view)
-                sums = scores.logsumexp(-1)
-                weights = scores.sub_(_finite(sums)[..., None]).exp_()
-                if dropout:
-                    weights.mul_(_kept(weights.shape, dropout, seed, start, weights))
-                block = weights @ values
-            output[:, :, start:stop], log_sum[:, :, start:stop] = block, sums
-        output = zero_unseeing(output, mask)
-        ctx.save_for_backward(query, key, value, position_query, table, mask, output, log_sum)
-        ctx.scaling, ctx.dropout, ctx.seed = scaling, dropout, seed
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        query, key, value, position_query, table, mask, output, log_sum = ctx.saved_tensors
-        scaling = ctx.scaling
-        batch, heads, num_queries, size_of_head = query.shape
-        num_keys = key.shape[2]
-
-        def by_head(tensor):  # (B, H, ...) -> (H, B, ...)
-            return tensor.transpose(0, 1).contiguous()
-
-        def flat(tensor):  # (H, B, n, D) -> (H * B, n, D)
-            return tensor.reshape(heads * batch, tensor.shape[2], tensor.shape[3])
-
-        queries, keys, values, grads = (by_head(t) for t in (query, key, value, grad_output))
-        position = None if position_query is None else by_head(position_query)
-        sums = _finite(by_head(log_sum))[..., None]
-        delta = (grads * by_head(output)).sum(-1, keepdim=True)
-        grad_query = torch.empty_like(queries)
-        grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
-        grad_position = None if position is None else torch.empty_like(position)
-        grad_table = torch.zeros_like(table)
-        flat_key, flat_value = grad_key.view(-1, num_keys, size_of_head), grad_value.view(-1, num_keys, size_of_head)
-        for start in range(0, num_queries, TRAINED_BLOCK):
-            stop = min(start + TRAINED_BLOCK, num_queries)
-            size, length = num_keys - num_queries + stop, stop - start
-            first, width = num_keys - size, size + length - 1
-            buffer, view = _skewed(position, table, batch, first, size, start, stop)
-            _hide(view, mask, start, stop, size)
-            weights = buffer.as_strided((heads * batch, length, size), (length * width, width - 1, 1), length - 1)
-            block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
-            block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
-            torch.baddbmm(weights, block_query, block_key.transpose(1, 2), alpha=scaling, out=weights)
-            weights.sub_(flat(sums[:, :, start:stop])).exp_()
-            grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
-            if ctx.dropout:
-                kept = _kept((batch, heads, length, size), ctx.dropout, ctx.seed, start, weights)
-                kept = kept.transpose(0, 1).reshape(heads * batch, length, size)
-                flat_value[:, :size].baddbmm_((weights * kept).transpose(1, 2), block_grad)
-                grad_weights.mul_(kept)
-            else:
-                flat_value[:, :size].baddbmm_(weights.transpose(1, 2), block_grad)
-            # From here on the buffer holds the gradient of the scores, in place of the weights.
-            weights.mul_(grad_weights.sub_(flat(delta[:, :, start:stop])))
-            grad_query[:, :, start:stop] = torch.bmm(weights, block_key).view(heads, batch, length, -1)
-            flat_key[:, :size].baddbmm_(weights.transpose(1, 2), block_query, alpha=scaling)
-            if length > 1:
-                buffer[..., : length - 1].masked_fill_(_unread(length, buffer.device), 0.0)
-            by_distance = buffer[..., :size]
-            if position is None or grad_position is None:
-                grad_table[:, first:] += by_distance.sum((1, 2))
-            else:
-                by_distance = by_distance.reshape(heads, batch * length, size)
-                block_position = position[:, :, start:stop].reshape(heads, batch * length, -1)
-                moved = torch.bmm(by_distance, table[:, first:])
-                grad_position[:, :, start:stop] = moved.view(heads, batch, length, -1)
-                grad_table[:, first:].baddbmm_(by_distance.transpose(1, 2), block_position)
-        grad_query.mul_(scaling)
-        if grad_position is not None:
-            grad_position = grad_position.transpose(0, 1)
-        moved_back = (tensor.transpose(0, 1) for tensor in (grad_query, grad_key, grad_value))
-        return *moved_back, grad_position, grad_table, None, None, None, None
+    batch, heads, num_queries, _ = query.shape
+    num_keys = key.shape[2]
+    by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
+    kernel = _CPU_KERNEL if query.device.type == "cpu" and not dropout else None
+    rows = batch
+    if kernel is not None and by_head is None and (mask is None or mask.shape[0] == 1):
+        rows = 1
+    output = torch.empty_like(query)
+    log_sum = query.new_empty(batch, heads, num_queries)
+    for start in range(0, num_queries, TRAINED_BLOCK):
+        stop = min(start + TRAINED_BLOCK, num_queries)
+        size = num_keys - num_queries + stop
+        _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
+        _hide(view, mask, start, stop, size)
+        queries, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
+        if kernel is not None:
+            block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
+        else:
+            scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling).add_(view)
+            sums = scores.logsumexp(-1)
+            weights = scores.sub_(_finite(sums)[..., None]).exp_()
+            if dropout:
+                weights.mul_(_kept(weights.shape, dropout, seed, start, weights))
+            block = weights @ values
+        output[:, :, start:stop], log_sum[:, :, start:stop] = block, sums
+    output = zero_unseeing(output, mask)
+    return output, log_sum
 
 
-def _finite(sums: torch.Tensor) -> torch.Tensor:
+@_train.register_fake
+def _(query, key, value, position_query, table, mask, scaling, dropout, seed):
+    return torch.empty_like(query), query.new_empty(query.shape[:3])
+
+
+@torch.library.custom_op(f"{OPERATORS}::train_backward", mutates_args=())
+def _train_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position_query: Tensor | None,
+    table: Tensor,
+    mask: Tensor | None,
+    output: Tensor,
+    log_sum: Tensor,
+    scaling: float,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys, values, position queries (nothing where there are none) and table."""
+    batch, heads, num_queries, size_of_head = query.shape
+    num_keys = key.shape[2]
+
+    def by_head(tensor):  # (B, H, ...) -> (H, B, ...)
+        return tensor.transpose(0, 1).contiguous()
+
+    def flat(tensor):  # (H, B, n, D) -> (H * B, n, D)
+        return tensor.reshape(heads * batch, tensor.shape[2], tensor.shape[3])
+
+    queries, keys, values, grads = (by_head(t) for t in (query, key, value, grad_output))
+    position = None if position_query is None else by_head(position_query)
+    sums = _finite(by_head(log_sum))[..., None]
+    delta = (grads * by_head(output)).sum(-1, keepdim=True)
+    grad_query = torch.empty_like(queries)
+    grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
+    grad_position = None if position is None else torch.empty_like(position)
+    grad_table = torch.zeros_like(table)
+    flat_key, flat_value = grad_key.view(-1, num_keys, size_of_head), grad_value.view(-1, num_keys, size_of_head)
+    for start in range(0, num_queries, TRAINED_BLOCK):
+        stop = min(start + TRAINED_BLOCK, num_queries)
+        size, length = num_keys - num_queries + stop, stop - start
+        first, width = num_keys - size, size + length - 1
+        buffer, view = _skewed(position, table, batch, first, size, start, stop)
+        _hide(view, mask, start, stop, size)
+        weights = buffer.as_strided((heads * batch, length, size), (length * width, width - 1, 1), length - 1)
+        block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
+        block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
+        torch.baddbmm(weights, block_query, block_key.transpose(1, 2), alpha=scaling, out=weights)
+        weights.sub_(flat(sums[:, :, start:stop])).exp_()
+        grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
+        if dropout:
+            kept = _kept((batch, heads, length, size), dropout, seed, start, weights)
+            kept = kept.transpose(0, 1).reshape(heads * batch, length, size)
+            flat_value[:, :size].baddbmm_((weights * kept).transpose(1, 2), block_grad)
+            grad_weights.mul_(kept)
+        else:
+            flat_value[:, :size].baddbmm_(weights.transpose(1, 2), block_grad)
+        # From here on the buffer holds the gradient of the scores, in place of the weights.
+        weights.mul_(grad_weights.sub_(flat(delta[:, :, start:stop])))
+        grad_query[:, :, start:stop] = torch.bmm(weights, block_key).view(heads, batch, length, -1)
+        flat_key[:, :size].baddbmm_(weights.transpose(1, 2), block_query, alpha=scaling)
+        if length > 1:
+            buffer[..., : length - 1].masked_fill_(_unread(length, buffer.device), 0.0)
+        by_distance = buffer[..., :size]
+        if position is None or grad_position is None:
+            grad_table[:, first:] += by_distance.sum((1, 2))
+        else:
+            by_distance = by_distance.reshape(heads, batch * length, size)
+            block_position = position[:, :, start:stop].reshape(heads, batch * length, -1)
+            moved = torch.bmm(by_distance, table[:, first:])
+            grad_position[:, :, start:stop] = moved.view(heads, batch, length, -1)
+            grad_table[:, first:].baddbmm_(by_distance.transpose(1, 2), block_position)
+    grad_query.mul_(scaling)
+    if grad_position is None:
+        grad_position = query.new_empty(0, 0)
+    grad_query, grad_key, grad_value = (tensor.transpose(0, 1) for tensor in (grad_query, grad_key, grad_value))
+    return grad_query, grad_key, grad_value, grad_position.transpose(0, 1), grad_table
+
+
+@_train_backward.register_fake
+def _(grad_output, query, key, value, position_query, table, mask, output, log_sum, scaling, dropout, seed):
+    def by_head(tensor):
+        if tensor is None:
+            return query.new_empty(0, 0)
+        return tensor.new_empty(tensor.shape[1], tensor.shape[0], *tensor.shape[2:]).transpose(0, 1)
+
+    return (*map(by_head, (query, key, value, position_query)), torch.empty_like(table))
+
+
+def _keep_for_backward(ctx, inputs, output):
+    *tensors, scaling, dropout, seed = inputs
+    ctx.save_for_backward(*tensors, *output, seed)
+    ctx.scaling, ctx.dropout = scaling, dropout
+
+
+def _backward(ctx, grad_output, _):
+    *tensors, seed = ctx.saved_tensors
+    *grads, position, table = _train_backward(grad_output, *tensors, ctx.scaling, ctx.dropout, seed)
+    return *grads, None if tensors[3] is None else position, table, None, None, None, None
+
+
+_train.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _finite(sums: Tensor) -> Tensor:
     """The log of an empty sum is -inf; with 0 in its place the weights of a query that sees nothing become exp(-inf)."""
     return sums.masked_fill(sums == -math.inf, 0.0)
 
 
-def _unread(length: int, device) -> torch.Tensor:
+def _unread(length: int, device) -> Tensor:
     """(t, t - 1): entries of the buffer that lie before the first one row i reads."""
     row = torch.arange(length, device=device)[:, None]
     return torch.arange(length - 1, device=device)[None] < length - 1 - row
 
 
-def _kept(shape, dropout: float, seed: int, start: int, like: torch.Tensor) -> torch.Tensor:
+def _kept(shape, dropout: float, seed: Tensor, start: int, like: Tensor) -> Tensor:
     """Factors of dropout for a block: 0 or 1 / (1 - p), the same whenever they are drawn."""
-    generator = torch.Generator(like.device).manual_seed(seed + start)
+    generator = torch.Generator(like.device).manual_seed(int(seed) + start)
     drawn = torch.rand(shape, generator=generator, dtype=like.dtype, device=like.device)
     return (drawn >= dropout).to(like.dtype).div_(1 - dropout)
 
 
-def trained_attention(query, key, value, bias: DistanceBias, mask, scaling: float, dropout: float) -> torch.Tensor:
-    """`BiasedAttention` with half precision raised to float32 and fewer key heads repeated."""
+def trained_attention(query, key, value, bias: DistanceBias, mask, scaling: float, dropout: float) -> Tensor:
+    """`blocked_attention` with gradient and dropout; half precision is raised to float32."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     inputs = [None if t is None else t.to(dtype) for t in (query, key, value, bias.query, bias.table)]
-    seed = int(torch.randint(2**62, ())) if dropout else 0
+    seed = torch.randint(2**62, (), device="cpu") if dropout else torch.zeros((), dtype=torch.long)
     with torch.autocast(query.device.type, enabled=False):
-        output = BiasedAttention.apply(*inputs, mask, scaling, dropout, seed)
+        output, _ = _train(*inputs, mask, scaling, dropout, seed)
     return output.to(query.dtype)

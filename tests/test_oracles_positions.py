@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from modeling_xl import XLConfig, softmax_xl
 from modeling_xl.attention_xl import XLAttention
 from modeling_xl.position_alibi import alibi_slopes
-from modeling_xl.position_base import PositionContext
+from modeling_xl.position_base import GatheredDistances, PositionContext
 from modeling_xl.position_rope import RopePosition
 from modeling_xl.position_t5 import T5Position, relative_bucket
 from modeling_xl.position_xl import XLPosition, sinusoid
@@ -189,7 +189,7 @@ class TestXL:
         query, key = case.values["q"], case.values["k"]
         bias = shift_by_query(case.bias().by_distance(), query.shape[2])
         shifted = softmax_xl.scaled_scores(case.encoded(), key, case.scaling) + bias
-        grid = distance_grid(query.shape[2], key.shape[2])
+        grid = GatheredDistances.of(distance_grid(query.shape[2], key.shape[2]), "cpu")
         gathered = case.attention.scores(query, case.encoded(), key, grid, case.context)
         for scores in (shifted, gathered):
             assert_close(scores.masked_fill(~case.visible, 0), case.values["scores"], **CLOSE[dtype])
@@ -226,7 +226,7 @@ class TestXL:
         case = xl_case(number, implementation=implementation)
         values = case.values
         query, key, value = values["q"], values["k"], values["value"]
-        grid = distance_grid(query.shape[2], key.shape[2])
+        grid = GatheredDistances.of(distance_grid(query.shape[2], key.shape[2]), "cpu")
         asked = {"falling": {"distances": falling(key.shape[2])}, "gathered": {"gather_distances": grid}}[distances]
         for mask in case.masks():
             with torch.set_grad_enabled(has_gradient):
@@ -380,8 +380,8 @@ class TestTables:
         bias = attention.position.bias(query, falling(num_keys), context)
         assert bias.query is None
         shifted = shift_by_query(bias.by_distance(), num_queries)
-        grid = distance_grid(num_queries, num_keys)
-        gathered = gather_bias(lambda values: attention.position.bias(query, values, context), grid)
+        grid = GatheredDistances.of(distance_grid(num_queries, num_keys), "cpu")
+        gathered = gather_bias(attention.position.bias(query, grid.values, context), grid)
         if name == "alibi":
             assert shifted.dtype == torch.promote_types(dtype, torch.float32)
         else:
@@ -517,7 +517,7 @@ class TestRope:
         num_queries, num_keys = query.shape[2], key.shape[2]
         positions = shift + torch.arange(num_keys)[None]
         encoded, key = attention.encode(query, key, positions[:, -num_queries:], positions, context)
-        grid = distance_grid(num_queries, num_keys)
+        grid = GatheredDistances.of(distance_grid(num_queries, num_keys), "cpu")
         found = attention.scores(query, encoded, key, grid, context) / attention.scaling
         # float64: 1e7 times the rounding of a frequency, on scores up to 20; float32: seven digits of such scores.
         tolerance = {"rtol": 0, "atol": 1e-7} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 2e-5}

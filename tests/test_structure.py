@@ -24,7 +24,8 @@ ORDER = [
     {"positions", "memories", "softmax_xl"},
     {"position_*", "memory_*"},
     {"compression_xl", "feature_maps_xl", "linear_xl"},
-    {"position_base", "memory_base"},
+    {"memory_base"},
+    {"position_base"},
     {"outputs_xl"},
     {"cache_xl"},
 ]
