@@ -16,6 +16,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from .cli_texts import add_text_options, check_text_options, read_corpus, read_training_corpora
+
 PENDING_FILE = "pending.json"  # beside a saved cache: the ids that the model produced after it and has not read yet
 PROMPT_CHUNK = 4096  # tokens of a prompt read in one call
 
@@ -63,23 +65,26 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train a model on text files, from scratch or from the weights of another",
-        description="Trains a model with fresh weights, or those of --weights, on text files, carrying its memory along "
-        "contiguous streams, and saves model, tokenizer and generation config. Settings not given come from the training.json "
-        "beside the config.",
+        help="train a model on text, from scratch or from the weights of another",
+        description="Trains a model with fresh weights, or those of --weights, on text files or a dataset, carrying its memory "
+        "along contiguous streams, and saves model, tokenizer and generation config. Settings not given come from the "
+        "training.json beside the config.",
     )
     train.set_defaults(run=_train)
     train.add_argument("config", metavar="CONFIG", help="folder with a config.json, JSON file, or published name")
-    train.add_argument("--train-file", nargs="+", required=True, metavar="FILE", help="UTF-8 text, read in this order")
+    train.add_argument("--train-file", dest="files", nargs="+", metavar="FILE", help="UTF-8 text, read in this order")
+    add_text_options(train)
     train.add_argument("--output-dir", required=True, metavar="DIR", help="where the model goes; must be new or empty")
     train.add_argument("--overwrite", action="store_true", help="replace the files of a model in the folder")
-    train.add_argument("--eval-file", nargs="+", metavar="FILE", help="UTF-8 text to evaluate on at the end")
-    train.add_argument(
+    held_out = train.add_mutually_exclusive_group()
+    held_out.add_argument("--eval-file", nargs="+", metavar="FILE", help="UTF-8 text to evaluate on at the end")
+    held_out.add_argument("--eval-dataset-split", metavar="SPLIT", help="evaluate on this split of the dataset")
+    held_out.add_argument(
         "--eval-fraction",
         type=_number(float, 0, 0.5),
         default=0.05,
         metavar="X",
-        help="without --eval-file: hold out the last part of the training text (default 0.05; 0: no evaluation)",
+        help="else: hold out the last part of the training text (default 0.05; 0: no evaluation)",
     )
     train.add_argument("--weights", metavar="DIR", help="begin with the weights of this model, such as a converted one")
     train.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer (default: that of --weights, or bytes)")
@@ -113,13 +118,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser(
         "evaluate",
-        help="bits per byte and perplexity of text files under a model, and how far back it looks",
-        description="Scores every token but the first of the files, joined in the given order, with memory carried "
-        "along. Settings not given are the model's own.",
+        help="bits per byte and perplexity of a text under a model, and how far back it looks",
+        description="Scores every token but the first of the files, joined in the given order, or of each row of a dataset, "
+        "with memory carried along. Settings not given are the model's own.",
     )
     evaluate.set_defaults(run=_evaluate)
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model")
-    evaluate.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input, read as it comes")
+    files = evaluate.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input, read as it comes")
+    files.required = False  # --dataset takes its place; with nargs="*" no option could stand before the files
+    add_text_options(evaluate)
     evaluate.add_argument("--compare", nargs="+", default=[], metavar="MODEL", help="further models, on the same text")
     evaluate.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment")
     evaluate.add_argument(
@@ -139,9 +146,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="cut the text into S parts, each from an empty memory: faster, slightly worse (default 1)",
     )
     evaluate.add_argument("--batch-size", type=count, metavar="B", help="streams run at once; no effect on the result")
-    evaluate.add_argument(
-        "--separator", metavar="LINE", help="a line that equals LINE ends a document; the next one sees nothing before it"
-    )
     evaluate.add_argument(
         "--by-position", action="store_true", help="print the loss by how many tokens of stream or document are before"
     )
@@ -273,28 +277,38 @@ def _load_tokenizer(source: str) -> Any:
         return AutoTokenizer.from_pretrained(source)
 
 
-def _load_model(source: str) -> tuple[Any, Any]:
-    """The model, in eval mode on the best device there is, and its tokenizer."""
-    from accelerate import PartialState
+def _tokenizer_of_model(source: str) -> Any:
+    """The tokenizer beside a model of this package, of which nothing but its config is read."""
     from transformers import PreTrainedConfig
+
+    from .configuration_xl import XLConfig
+    from .text import InputError
+
+    with _blaming(f"{source}: no model could be loaded"):
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        model_type = values.get("model_type")
+        if model_type != XLConfig.model_type:
+            raise InputError(
+                f"{source}: is a model of type {model_type!r} and not 'xl'; make one of it with modeling-xl convert"
+            )
+    return _load_tokenizer(source)
+
+
+def _load_model(source: str, tokenizer: Any) -> Any:
+    """The model, in eval mode on the best device there is."""
+    from accelerate import PartialState
 
     from .modeling_xl import XLForCausalLM
     from .text import InputError
 
     with _blaming(f"{source}: no model could be loaded"):
-        model_type = PreTrainedConfig.get_config_dict(source)[0].get("model_type")
-        if model_type != XLForCausalLM.config_class.model_type:
-            raise InputError(
-                f"{source}: is a model of type {model_type!r} and not 'xl'; make one of it with modeling-xl convert"
-            )
         model = XLForCausalLM.from_pretrained(source).to(PartialState().device).eval()
-    tokenizer = _load_tokenizer(source)
     if len(tokenizer) > model.config.vocab_size:
         raise InputError(
             f"{source}: the tokenizer has {len(tokenizer)} ids and the model {model.config.vocab_size}; "
             "save the tokenizer that the model was trained with beside it"
         )
-    return model, tokenizer
+    return model
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -303,7 +317,7 @@ def _train(args: argparse.Namespace) -> None:
     from accelerate import PartialState
 
     from .evaluate import evaluate
-    from .text import InputError, byte_tokenizer, encode, read_text, split_text
+    from .text import byte_tokenizer
     from .train import (
         TrainingSettings,
         check_output_dir,
@@ -315,24 +329,17 @@ def _train(args: argparse.Namespace) -> None:
         training_settings,
     )
 
+    check_text_options(args, "--train-file")
     check_output_dir(args.output_dir, args.overwrite)
     config, stored = load_config(args.config, segment_len=args.segment_len, mem_len=args.mem_len)
     given = {item.name: getattr(args, item.name) for item in fields(TrainingSettings) if item.name != "others"}
     settings = training_settings(stored | dict(args.set), **given)
     named = args.tokenizer or args.weights
     tokenizer = _load_tokenizer(named) if named else byte_tokenizer()
-    text = read_text(args.train_file)
-    if args.eval_file:
-        held_out = read_text(args.eval_file)
-    else:
-        text, held_out = split_text(text, args.eval_fraction)
-    tokens, held_out_tokens = encode(text, tokenizer), encode(held_out, tokenizer)
-    if args.eval_file and len(held_out_tokens) < 2:
-        raise InputError(f"{', '.join(args.eval_file)}: too short to evaluate on; give 2 tokens at least")
-
+    corpus, held_out = read_training_corpora(args, tokenizer)
     model = pretrained_model(args.weights, config, tokenizer) if args.weights else new_model(config, tokenizer, settings.seed)
     checkpoints = Path(f"{Path(args.output_dir)}.checkpoints") if settings.save_steps else None
-    result = train(model, tokens, settings, tokenizer, progress=True, checkpoints=checkpoints)
+    result = train(model, corpus, settings, tokenizer, progress=True, checkpoints=checkpoints)
     if not PartialState().is_main_process:
         return
     save(model, tokenizer, args.output_dir, args.overwrite)
@@ -342,21 +349,19 @@ def _train(args: argparse.Namespace) -> None:
         f"trained {result.steps} steps on {result.num_bytes} bytes in {result.seconds:.1f} s: "
         f"{result.bits_per_byte:.4f} bits per byte at the end; saved in {args.output_dir}"
     )
-    if len(held_out_tokens) >= 2:
-        streams = min(settings.batch_size, len(held_out_tokens) - 1)
-        print("held out:", evaluate(model, held_out_tokens, tokenizer, streams=streams, progress=True))
+    if held_out.num_targets:
+        streams = min(settings.batch_size, len(held_out) - 1)
+        print("held out:", evaluate(model, held_out, tokenizer, streams=streams, progress=True))
 
 
 def _evaluate(args: argparse.Namespace) -> None:
     from .evaluation_report import memory_table, plot, plot_positions, position_table
-    from .text import read_text
 
     _check_evaluate_options(args)
     if args.recl:
         _evaluate_recl(args)
         return
-    text = None if args.files == ["-"] else read_text(args.files)  # before a model is loaded
-    results = {source: _losses(args, source, text) for source in [args.model, *args.compare]}
+    results = {source: _losses(args, source) for source in [args.model, *args.compare]}
     named = {
         f"{source}, memory {result.mem_len}" if len(found) > 1 else source: result
         for source, found in results.items()
@@ -380,17 +385,20 @@ def _evaluate(args: argparse.Namespace) -> None:
 def _check_evaluate_options(args: argparse.Namespace) -> None:
     from .text import InputError
 
+    check_text_options(args, "FILE")
     sources = [args.model, *args.compare]
     if repeated := [source for index, source in enumerate(sources) if source in sources[:index]]:
         raise InputError(f"{repeated[0]}: is named twice; name every model once")
     several = len(set(args.mem_len or ())) > 1
     one_only = {"several --mem-len": several, "--separator": args.separator is not None, "--streams": args.streams > 1}
+    one_only |= {"--cache-dir": args.cache_dir is not None}
     others = one_only | {"--batch-size": args.batch_size is not None, "--by-position": args.by_position}
-    is_piped = "-" in args.files
+    others |= {"--dataset": args.dataset is not None}
+    is_piped = "-" in (args.files or ())
     if is_piped and len(args.files) > 1:
         raise InputError("-: standard input is read alone; leave the other files out")
     for given, rule, refused in (
-        (args.recl, "--recl measures something else", others),
+        (args.recl, "--recl measures something else, on text files held in memory", others),
         (is_piped, "standard input is read once, as one stream", one_only | {"--recl": args.recl, "--compare": args.compare}),
     ):
         if given and (found := [name for name, is_given in refused.items() if is_given]):
@@ -404,25 +412,21 @@ def _check_evaluate_options(args: argparse.Namespace) -> None:
         raise InputError(f"{args.plot}: its folder does not exist; make it first")
 
 
-def _losses(args: argparse.Namespace, source: str, text: str | None) -> list[Any]:
-    """The results of one model, one for each memory length; `text` is that of the files (None: standard input)."""
-    from .corpus import Corpus
+def _losses(args: argparse.Namespace, source: str) -> list[Any]:
+    """The results of one model, one for each memory length."""
     from .evaluate import evaluate, evaluate_pieces
-    from .text import encode
     from .text_pieces import read_pieces
 
     options = {"segment_len": args.segment_len, "clamp_len": args.clamp_len, "attention_window": args.window, "progress": True}
     mem_lens = args.mem_len or [None]
-    model, tokenizer = _load_model(source)
-    if text is None:
+    tokenizer = _tokenizer_of_model(source)
+    if args.files == ["-"]:
         pieces = read_pieces(cast(BufferedReader, sys.stdin.buffer))
-        return [evaluate_pieces(model, pieces, tokenizer, mem_len=mem_lens[0], **options)]
-    if args.separator is None:
-        tokens, documents = encode(text, tokenizer), None
-    else:
-        tokens, documents = Corpus.from_files(args.files, tokenizer, separator=args.separator).to_tensors()
-    options |= {"document_ids": documents, "streams": args.streams, "batch_size": args.batch_size}
-    return [evaluate(model, tokens, tokenizer, mem_len=mem_len, **options) for mem_len in mem_lens]
+        return [evaluate_pieces(_load_model(source, tokenizer), pieces, tokenizer, mem_len=mem_lens[0], **options)]
+    corpus = read_corpus(args, tokenizer)  # before the model is loaded
+    model = _load_model(source, tokenizer)
+    options |= {"streams": args.streams, "batch_size": args.batch_size}
+    return [evaluate(model, corpus, tokenizer, mem_len=mem_len, **options) for mem_len in mem_lens]
 
 
 def _evaluate_recl(args: argparse.Namespace) -> None:
@@ -463,7 +467,8 @@ def _load_any_model(source: str) -> tuple[Any, Any]:
 
     with _blaming(f"{source}: no model could be loaded"):
         if PreTrainedConfig.get_config_dict(source)[0].get("model_type") == XLConfig.model_type:
-            return _load_model(source)
+            tokenizer = _tokenizer_of_model(source)
+            return _load_model(source, tokenizer), tokenizer
         model = AutoModelForCausalLM.from_pretrained(source).to(PartialState().device).eval()
     return model, _load_tokenizer(source)
 
@@ -483,7 +488,8 @@ def _generate(args: argparse.Namespace) -> None:
     text = read_text([args.prompt_file]) if args.prompt_file else args.prompt or ""
     if not text and not args.cache_in:
         raise InputError("nothing to continue; give --prompt, --prompt-file or --cache-in")
-    model, tokenizer = _load_model(args.model)
+    tokenizer = _tokenizer_of_model(args.model)
+    model = _load_model(args.model, tokenizer)
     ids = encode(text, tokenizer).tolist()
     if args.cache_in:
         with _blaming(f"{args.cache_in}: no cache of this model could be loaded"):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the library takes a second to import, and most runs need no
     from datasets import Dataset, IterableDataset
 
 CACHE_FORMAT = 1  # to be raised when files made by older code must not be found any more
+PIECE_TOKENS = 2**18  # handed out at once where a corpus is read from its beginning to its end
 LEAST_PIECE = 2**19  # characters of a document before it is cut, and those that a process gets at once
 # A cut must leave the tokens of this many characters on both sides as they are; so many places are tried in a chunk.
 WINDOW = 256
@@ -84,13 +85,21 @@ class Corpus:
         if self._place is not None:
             self.tokens = self._place.map()
 
-    def to_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All of it in memory: the tokens, int64 [N], and the number of the document each is of, or None without documents."""
-        tokens = torch.from_numpy(self.tokens.astype(np.int64))
-        if self.document_starts is None:
-            return tokens, None
-        numbers = np.searchsorted(self.document_starts, np.arange(len(self)), side="right") - 1
-        return tokens, torch.from_numpy(numbers)
+    @property
+    def num_documents(self) -> int:
+        """A text without documents is one."""
+        return 1 if self.document_starts is None else len(self.document_starts)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that have another of their document before them."""
+        return max(0, len(self) - self.num_documents)
+
+    def pieces(self, begin: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """The tokens from `begin` to `stop` (None: the end) in their order, int64 [n], n at most 2^18."""
+        stop = len(self) if stop is None else stop
+        for place in range(begin, stop, PIECE_TOKENS):
+            yield torch.from_numpy(self.tokens[place : min(place + PIECE_TOKENS, stop)].astype(np.int64))
 
     def split(self, fraction: float) -> tuple["Corpus", "Corpus"]:
         """Cuts off the last `fraction` (0 to 1) of the tokens: (the corpus before, the held-out one), as views.
@@ -217,6 +226,10 @@ class Corpus:
         if cache_dir is not None:
             recipe["dataset"] = _dataset_fingerprint(texts, column)
         return _made_once(cache_dir, recipe, tokenizer, make)
+
+
+def as_corpus(tokens: torch.Tensor | Corpus) -> Corpus:
+    return tokens if isinstance(tokens, Corpus) else Corpus(tokens)
 
 
 def _checked_starts(document_starts: np.ndarray | Sequence[int], num_tokens: int) -> np.ndarray:
@@ -450,7 +463,10 @@ def _write(made: Iterable[_Encoded], file: BinaryIO) -> dict[str, Any]:
 
 def _write_file(made: Iterable[_Encoded], path: Path) -> dict[str, Any]:
     """Both files take their names when they are whole; that of the facts comes last."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be made ({error.strerror}); give another folder for the cache") from None
     temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}")
     try:
         with temporary.open("xb") as file:

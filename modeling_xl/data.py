@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from .corpus import Corpus
+from .corpus import Corpus, as_corpus
 from .text import InputError
 
 IGNORE_INDEX = -100
@@ -68,7 +68,7 @@ class Streams:
         block_len: int,
         layout: Literal["streams", "documents"] = "streams",
     ):
-        self.corpus = tokens if isinstance(tokens, Corpus) else Corpus(tokens)
+        self.corpus = as_corpus(tokens)
         if num_streams < 1 or block_len < 1:
             raise InputError(f"num_streams ({num_streams}) and block_len ({block_len}) must be at least 1")
         self.tokens = self.corpus.tokens

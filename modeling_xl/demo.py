@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from .corpus import Corpus
 from .evaluate import EvaluationResult, evaluate
 from .evaluation_report import plot
-from .text import SAMPLE_TEXT, byte_tokenizer, encode, read_text, split_text
+from .text import SAMPLE_TEXT, byte_tokenizer
 from .train import load_config, new_model, save, train, training_settings
 
 MEM_LENS = [0, 16, 32, 64, 128, 256]
@@ -75,15 +76,14 @@ def run(name: str, mem_len: int | None, max_steps: int | None, folder: Path, thr
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
     tokenizer = byte_tokenizer()
-    text, held_out = split_text(read_text([SAMPLE_TEXT]), 0.05)
+    corpus, held_out = Corpus.from_files([SAMPLE_TEXT], tokenizer).split(0.05)
     config, stored = load_config("demo", mem_len=mem_len)
     settings = training_settings(stored, max_steps=max_steps)
     model = new_model(config, tokenizer, settings.seed)
     # One bar, for the slower of the two.
-    training = train(model, encode(text, tokenizer), settings, tokenizer, progress=mem_len is None, description=name)
+    training = train(model, corpus, settings, tokenizer, progress=mem_len is None, description=name)
     save(model, tokenizer, folder, overwrite=True)
-    tokens = encode(held_out, tokenizer)
-    results = [evaluate(model, tokens, tokenizer, mem_len=length, streams=STREAMS) for length in MEM_LENS]
+    results = [evaluate(model, held_out, tokenizer, mem_len=length, streams=STREAMS) for length in MEM_LENS]
     print(
         f"{name}: {model.num_parameters():,} parameters, segment {config.segment_len}, memory {config.mem_len}; "
         f"{training.steps} steps on {training.num_bytes:,} bytes in {training.seconds:.0f} s, "

@@ -6,24 +6,25 @@ summed over tokens, not averaged over batches.
 """
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import ByT5Tokenizer, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_xl import XLConfig
+from .corpus import Corpus, as_corpus
 from .data import IGNORE_INDEX, Block, Streams
+from .extent import Extent
 from .generation_xl import MAX_LOGITS
-from .text import InputError, byte_tokenizer, count_bytes
+from .text import InputError, byte_tokenizer
 from .text_pieces import encode_pieces
-
-# Tokens of what is before that are decoded again with a piece.
-OVERLAP = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +182,9 @@ def measured(model: PreTrainedModel, **overrides: int | None) -> Iterator[dict[s
 
 def evaluate(
     model: PreTrainedModel,
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | Corpus,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    document_ids: torch.Tensor | None = None,
     segment_len: int | None = None,
     mem_len: int | None = None,
     clamp_len: int | None = None,
@@ -193,40 +193,31 @@ def evaluate(
     batch_size: int | None = None,
     progress: bool = False,
 ) -> EvaluationResult:
-    """Scores `tokens` [N] under `model`, in order, with memory carried along each of `streams` contiguous parts.
+    """Scores `tokens`, [N] or a corpus, in order, with memory carried along each of `streams` contiguous parts.
 
-    Every token is scored once, but the first of the text. Lengths that are None are the model's own; its config is as
-    before when the call returns. A window that equals the config's memory length, or exceeds it by one, moves with
-    `mem_len` unless it is given. `tokenizer` says how many bytes and characters the tokens stand for (default: bytes).
-    `document_ids` [N]: a run of equal ids is a document, which sees only itself and whose first token is not scored.
-    `batch_size` is how many streams run at once (default: all) and does not change the result. More streams are faster on
-    short texts, but each starts from an empty memory. Raises InputError for what cannot be used.
+    Every token is scored once, but the first of the text. Each document of a corpus sees only itself, and its first token is
+    not scored. Of a mapped corpus no more is held at once than a call needs, or 2^18 tokens where their bytes are counted.
+    Lengths that are None are the model's own; its config is as before when the call returns. A window that equals the
+    config's memory length, or exceeds it by one, moves with `mem_len` unless it is given. `tokenizer` says how many bytes
+    and characters the tokens stand for (default: bytes). `batch_size` is how many streams run at once (default: all) and
+    does not change the result. More streams are faster on short texts, but each starts from an empty memory. Raises
+    InputError for what cannot be used.
     """
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size={batch_size}: must be at least 1, or None for all streams at once")
-    if document_ids is not None and document_ids.shape != tokens.shape:
-        raise InputError(f"document_ids have shape {list(document_ids.shape)}; they must have that of tokens")
     batch_size = min(batch_size or streams, streams)
-    begin, tally, extent = time.perf_counter(), _Tally(), _Extent(tokenizer or byte_tokenizer())
-    lengths = [len(tokens)]
-    if document_ids is not None:
-        lengths = torch.unique_consecutive(document_ids, return_counts=True)[1].tolist()
+    begin, tally, corpus = time.perf_counter(), _Tally(), as_corpus(tokens)
     with measured(
         model, segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len, attention_window=attention_window
     ) as described:
         block_len = _block_len(model.config, batch_size)
-        parts = Streams(tokens, streams, block_len)
-        with _progress_bar(len(tokens) - 1, model.config, progress) as bar:
+        parts = Streams(corpus, streams, block_len)
+        with _progress_bar(corpus.num_targets, model.config, progress) as bar:
             for first in range(0, streams, batch_size):
-                rows = slice(first, first + batch_size)
-                columns: Iterator[_Columns] = map(_Columns, parts.blocks(rows))
-                if document_ids is not None:
-                    columns = _columns_of_documents(parts, document_ids, lengths, rows)
-                _score(model, columns, tally, bar)
-        for document in tokens.split(lengths):
-            extent.add(document[1:])
-            extent.begin()
-        return _result(described, tally, extent, begin, streams=streams, batch_size=batch_size, num_documents=len(lengths))
+                _score(model, _placed_blocks(parts, slice(first, first + batch_size)), tally, bar)
+        extent = _scored_extent(corpus, tokenizer or byte_tokenizer())
+        run = {"streams": streams, "batch_size": batch_size, "num_documents": corpus.num_documents}
+        return _result(described, tally, extent, begin, **run)
 
 
 def evaluate_pieces(
@@ -245,7 +236,7 @@ def evaluate_pieces(
     The pieces are tokenized one by one: cut them where the tokenizer begins a new token anyway, as `read_pieces` does.
     """
     tokenizer = tokenizer or byte_tokenizer()
-    begin, tally, extent = time.perf_counter(), _Tally(), _Extent(tokenizer)
+    begin, tally, extent = time.perf_counter(), _Tally(), Extent(tokenizer)
 
     def counted() -> Iterator[torch.Tensor]:
         unscored = 1
@@ -259,26 +250,33 @@ def evaluate_pieces(
     ) as described:
         blocks = _blocks_of_pieces(counted(), _block_len(model.config, 1))
         with _progress_bar(None, model.config, progress) as bar:
-            _score(model, map(_Columns, blocks), tally, bar)
+            _score(model, ((block, None) for block in blocks), tally, bar)
         return _result(described, tally, extent, begin, streams=1, batch_size=1, num_documents=1)
 
 
-class _Columns(NamedTuple):
-    """A block, and where its tokens stand in their documents."""
+def _placed_blocks(parts: Streams, rows: slice) -> Iterator[tuple[Block, torch.Tensor | None]]:
+    """Each block, and how many tokens of its document stand before each target (B, T); None without documents."""
+    starts = parts.corpus.document_starts
+    first = parts.starts[rows, None] + 1  # where in the text the targets of the first column stand
+    for block in parts.blocks(rows):
+        if starts is None or block.document_ids is None:
+            yield block, None
+            continue
+        num_columns = block.targets.shape[1]
+        # Of a target that counts, the document is that of its input.
+        yield block, first + torch.arange(num_columns) - torch.from_numpy(starts[block.document_ids.numpy()])
+        first = first + num_columns
 
-    block: Block
-    document_ids: torch.Tensor | None = None  # (B, T), of the inputs
-    document_positions: torch.Tensor | None = None  # (B, T), of the targets
 
-
-def _columns_of_documents(
-    parts: Streams, document_ids: torch.Tensor, lengths: Sequence[int], rows: slice
-) -> Iterator[_Columns]:
-    # Cut into streams like the tokens themselves, so that each stands where its token does.
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    cut = [Streams(values, len(parts.lengths), parts.block_len).blocks(rows) for values in (document_ids, positions)]
-    for block, ids, places in zip(parts.blocks(rows), *cut, strict=True):
-        yield _Columns(block, ids.input_ids, places.targets)
+def _scored_extent(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Extent:
+    """Each document but its first token, decoded on its own."""
+    extent = Extent(tokenizer)
+    starts = [0] if corpus.document_starts is None else corpus.document_starts
+    for first, stop in itertools.pairwise(np.append(starts, len(corpus)).tolist()):
+        extent.begin()
+        for piece in corpus.pieces(first + 1, stop):
+            extent.add(piece)
+    return extent
 
 
 def _blocks_of_pieces(pieces: Iterable[torch.Tensor], block_len: int) -> Iterator[Block]:
@@ -329,55 +327,25 @@ class _Tally:
         return tuple(PositionBin(2**i, 2 ** (i + 1) - 1, tokens, nats / tokens) for i, (nats, tokens) in counted if tokens)
 
 
-class _Extent:
-    """The bytes and characters of tokens that come in pieces."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.special_ids = torch.tensor(tokenizer.all_special_ids, dtype=torch.long)
-        self.num_bytes = self.num_characters = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """What comes next does not go on with what was."""
-        self.last = torch.empty(0, dtype=torch.long)
-
-    def add(self, tokens: torch.Tensor) -> None:
-        # Together with what is before: what some decoders put between two words, or leave out there, depends on both.
-        joined = torch.cat([self.last, tokens])
-        self.num_bytes += count_bytes(joined, self.tokenizer) - count_bytes(self.last, self.tokenizer)
-        self.num_characters += count_characters(joined, self.tokenizer) - count_characters(self.last, self.tokenizer)
-        is_text = ~torch.isin(joined, self.special_ids)
-        newest = int(is_text.nonzero()[-1]) if bool(is_text.any()) else 0
-        self.last = joined[max(0, min(newest, len(joined) - OVERLAP)) :]
-
-
-def count_characters(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Unicode code points of the text that `tokens` [N] stand for; of bytes, those whose first byte is among them."""
-    if isinstance(tokenizer, ByT5Tokenizer):
-        codes = tokens[tokens >= tokenizer.offset] - tokenizer.offset
-        return int(((codes & 0xC0) != 0x80).sum())
-    return len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
 @torch.no_grad()
-def _score(model: PreTrainedModel, columns: Iterable[_Columns], tally: _Tally, bar: tqdm) -> None:
-    """Adds the scored tokens of some streams, block after block, to the tally."""
+def _score(
+    model: PreTrainedModel, placed_blocks: Iterable[tuple[Block, torch.Tensor | None]], tally: _Tally, bar: tqdm
+) -> None:
+    """Adds the scored tokens of some streams, block after block as `_placed_blocks` gives them, to the tally."""
     carry, cache, begin = carries_memory(model.config), None, 1
-    for block, document_ids, document_positions in columns:
+    for block, before_in_document in placed_blocks:
         output = model(
             input_ids=block.input_ids.to(model.device),
             attention_mask=None if block.attention_mask is None else block.attention_mask.to(model.device),
-            document_ids=document_ids,
+            document_ids=block.document_ids,
             cache=cache,
             use_cache=carry,
         )
         cache = output.cache
         before = torch.arange(begin, begin + block.targets.shape[1]).expand_as(block.targets)
         scored = block.targets != IGNORE_INDEX
-        if document_positions is not None:
-            before = torch.minimum(before, document_positions)
-            scored &= before > 0  # a document's first token has nothing of it before
+        if before_in_document is not None:
+            before = torch.minimum(before, before_in_document)
         nats = token_nats(output.logits, block.targets.to(model.device)).cpu()
         tally.add(nats[scored], before[scored])
         begin += block.targets.shape[1] if carry else 0
@@ -395,7 +363,7 @@ def token_nats(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nats.view_as(targets)
 
 
-def _result(described: dict[str, Any], tally: _Tally, extent: _Extent, begin: float, **run: Any) -> EvaluationResult:
+def _result(described: dict[str, Any], tally: _Tally, extent: Extent, begin: float, **run: Any) -> EvaluationResult:
     num_tokens = int(tally.tokens.sum())
     if not num_tokens:
         raise InputError("no token has another before it that could predict it; give a text of 2 tokens at least")

@@ -76,12 +76,6 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """Cuts off the last `held_out` (0 to 1) of the characters: (the text before, the held-out text)."""
-    cut = len(text) - int(held_out * len(text))
-    return text[:cut], text[cut:]
-
-
 def byte_tokenizer() -> PreTrainedTokenizerBase:
     """The tokenizer that needs no file: 259 ids, id = byte + 3; 0 is the pad, 1 the end, 2 unknown."""
     return ByT5Tokenizer(extra_ids=0)
@@ -118,11 +112,3 @@ def warn_of_unknown(unknown: int, num_tokens: int, tokenizer: PreTrainedTokenize
             f"{tokenizer.unk_token}; is the text of the kind that the vocabulary was made from?{remark}",
             stacklevel=3,
         )
-
-
-def count_bytes(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
-    """UTF-8 bytes of the text that `tokens` [N] stand for; special tokens have none."""
-    if isinstance(tokenizer, ByT5Tokenizer):
-        return int((tokens >= tokenizer.offset).sum())
-    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return len(text.encode())

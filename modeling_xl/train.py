@@ -20,8 +20,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
 from .configuration_xl import XLConfig
+from .corpus import Corpus, as_corpus
+from .extent import Extent
 from .modeling_xl import XLForCausalLM
-from .text import InputError, byte_tokenizer, count_bytes, write_json
+from .text import InputError, byte_tokenizer, write_json
 from .trainer import XLTrainer, XLTrainingArguments, last_checkpoint
 
 SHOW_EVERY = 20  # steps between two readings of the loss, which wait for the device
@@ -219,7 +221,7 @@ def _check_vocabulary(config: XLConfig, tokenizer: PreTrainedTokenizerBase) -> N
 
 def train(
     model: PreTrainedModel,
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | Corpus,
     settings: TrainingSettings,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
@@ -227,22 +229,23 @@ def train(
     description: str = "train",
     checkpoints: str | Path | None = None,
 ) -> TrainingResult:
-    """Trains `model` in place on `tokens` [N] with `XLTrainer`. Only what `settings.save_steps` asks for is saved, in the
-    folder `checkpoints`; a run that finds a whole checkpoint there goes on from it as if it had never stopped.
+    """Trains `model` in place on `tokens`, [N] or a corpus, with `XLTrainer`. Only what `settings.save_steps` asks for is
+    saved, in the folder `checkpoints`; a run that finds a whole checkpoint there goes on from it as if it had never stopped.
 
-    `tokenizer` says how many bytes the tokens stand for (default: bytes).
+    `tokenizer` says how many bytes the tokens stand for (default: bytes), where the corpus does not.
     Raises InputError where `checkpoints` holds those of a run with another text, model, first weights or setting.
     """
     if settings.save_steps and checkpoints is None:
         raise InputError(f"save_steps={settings.save_steps}: name a folder for the checkpoints, or leave it out")
+    corpus = as_corpus(tokens)
     if checkpoints is not None:
-        _check_same_run(Path(checkpoints), model, tokens, settings)
+        _check_same_run(Path(checkpoints), model, corpus, settings)
     begin = time.perf_counter()
-    bytes_per_token = count_bytes(tokens, tokenizer or byte_tokenizer()) / len(tokens)
+    bytes_per_token = _num_bytes(corpus, tokenizer or byte_tokenizer()) / len(corpus)
     with tempfile.TemporaryDirectory() as unused:  # Trainer makes its output folder even if nothing goes there
         arguments = settings.arguments(checkpoints or unused)
         progress_bar = _Progress(bytes_per_token, description, progress)
-        trainer = XLTrainer(model, arguments, train_dataset=tokens, callbacks=[progress_bar])
+        trainer = XLTrainer(model, arguments, train_dataset=corpus, callbacks=[progress_bar])
         trainer.remove_callback(PrinterCallback)
         accumulated = arguments.gradient_accumulation_steps
         step_targets = settings.batch_size * arguments.world_size * trainer.block_len * accumulated
@@ -257,12 +260,23 @@ def train(
     return TrainingResult(num_steps, num_bytes, progress_bar.bits_per_byte, time.perf_counter() - begin)
 
 
-def _check_same_run(checkpoints: Path, model: PreTrainedModel, tokens: torch.Tensor, settings: TrainingSettings) -> None:
+def _num_bytes(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
+    if corpus.num_bytes is not None:
+        return corpus.num_bytes
+    extent = Extent(tokenizer)
+    for piece in corpus.pieces():
+        extent.add(piece)
+    return extent.num_bytes
+
+
+def _check_same_run(checkpoints: Path, model: PreTrainedModel, corpus: Corpus, settings: TrainingSettings) -> None:
     """Keeps beside the checkpoints what the run is made of, and refuses to go on with those of another."""
     facts = asdict(settings) | settings.others | model.config.to_diff_dict()
     for name in ("save_steps", "others", "transformers_version"):  # these change nothing of what comes out
         facts.pop(name, None)
-    facts |= {"text": _checksum([tokens]), "first weights": _checksum(model.parameters())}
+    starts = corpus.document_starts
+    documents = None if starts is None else _checksum([torch.tensor(starts)])
+    facts |= {"text": [_checksum(corpus.pieces()), documents], "first weights": _checksum(model.parameters())}
     facts = json.loads(json.dumps(facts))  # as they are read again
     path = checkpoints / "run.json"
     if path.is_file() and last_checkpoint(checkpoints, PartialState().num_processes):

@@ -182,12 +182,10 @@ class XLTrainer(Trainer):
             for name, part in dataset.items():
                 metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
-        tokens, document_ids = dataset.to_tensors() if isinstance(dataset, Corpus) else (dataset, None)
         result = evaluate(
             self.model,
-            tokens,
+            dataset,
             self.processing_class or byte_tokenizer(),
-            document_ids=document_ids,
             streams=self.args.eval_streams,
             batch_size=min(self.args.per_device_eval_batch_size, self.args.eval_streams),
         )

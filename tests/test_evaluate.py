@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from modeling_xl import XLCache, XLForCausalLM, effective_context, generation_xl, text_pieces
+from modeling_xl import corpus as corpus_module
 from modeling_xl import evaluate as evaluate_module
 from modeling_xl.conversion.vocabulary import Vocabulary, make_tokenizer
 from modeling_xl.corpus import Corpus
@@ -191,6 +193,11 @@ class TestPositions:
         assert [(b.first, b.num_tokens) for b in result.position_curve] == [(1, 26), (2, 52), (4, 52)]  # 26 blocks of 5
 
 
+def with_documents(tokens, lengths):
+    """The first tokens as a corpus of documents of these lengths."""
+    return Corpus(tokens[: sum(lengths)], [0, *itertools.accumulate(lengths[:-1])])
+
+
 class TestDocuments:
     lengths = (3, 1, 8, 5, 2)
 
@@ -200,37 +207,100 @@ class TestDocuments:
         """Documents of at most mem_len + 1 tokens, or in one segment, read by streams that begin where one does."""
         model = make_model(**fields, segment_len=40 if "memory_type" in fields else 5)
         lengths = [*self.lengths, *self.lengths]  # two streams of 19 and 18 targets meet at the second half's first token
-        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        tokens = tokens[: len(ids)]
-        alone = [nats_of_one_call(model, part) for part in tokens.split(lengths) if len(part) > 1]
-        result = evaluate(model, tokens, document_ids=ids, streams=streams)
+        alone = [nats_of_one_call(model, part) for part in tokens[:38].split(lengths) if len(part) > 1]
+        result = evaluate(model, with_documents(tokens, lengths), streams=streams)
         assert (result.num_tokens, result.num_documents) == (28, 10)
         assert result.loss == pytest.approx(float(torch.cat(alone).mean()), **EXACT)
         assert "documents 10" in result.settings
 
     def test_positions_count_from_their_beginning(self, tokens):
-        ids = torch.arange(5).repeat_interleave(torch.tensor(self.lengths))
-        result = evaluate(make_model(), tokens[: len(ids)], document_ids=ids)
+        result = evaluate(make_model(), with_documents(tokens, self.lengths))
         # 2, 0, 7, 4 and 1 scored tokens; places 1, 2-3 and 4-7.
         assert [(b.first, b.num_tokens) for b in result.position_curve] == [(1, 4), (2, 5), (4, 5)]
 
     def test_a_stream_that_begins_inside_one_counts_from_there(self, tokens):
-        result = evaluate(make_model(), tokens[:41], document_ids=torch.zeros(41, dtype=torch.long), streams=4)
+        result = evaluate(make_model(), with_documents(tokens, [41]), streams=4)
         assert [(b.first, b.num_tokens) for b in result.position_curve] == [(1, 4), (2, 8), (4, 16), (8, 12)]
 
     def test_bytes_are_those_of_what_is_scored(self, tmp_path):
         """Documents "éé\\n", "ab\\n" and "c"; the first byte of each is not scored."""
         (tmp_path / "text").write_text("éé\n\nab\n\n\nc", "utf-8")
-        tokens, documents = Corpus.from_files([tmp_path / "text"], byte_tokenizer(), separator="").to_tensors()
-        result = evaluate(byte_model(), tokens, document_ids=documents)
+        result = evaluate(byte_model(), Corpus.from_files([tmp_path / "text"], byte_tokenizer(), separator=""))
         assert result.num_documents == 3
         assert (result.num_tokens, result.num_bytes, result.num_characters) == (4 + 2 + 0, 6, 2 + 2)
 
-    def test_what_does_not_fit_is_refused(self, tokens):
-        with pytest.raises(InputError, match=r"document_ids have shape \[4\]"):
-            evaluate(make_model(), tokens, document_ids=tokens[:4])
+    @pytest.mark.parametrize("kind", TOKENIZERS)
+    @pytest.mark.parametrize("seed", [1, 2, 3])
+    def test_any_documents_in_any_streams(self, kind, seed, monkeypatch):
+        """Against one call over what of a document a stream holds, and each document decoded at once."""
+        rng = random.Random(seed)
+        tokenizer = TOKENIZERS[kind]()
+        monkeypatch.setattr(corpus_module, "PIECE_TOKENS", rng.choice([1, 3, 7, 40]))
+        monkeypatch.setattr(evaluate_module, "MAX_LOGITS", 330 * 5 * rng.choice([1, 2, 50]))
+        ids = encode(TEXT, tokenizer)[: rng.randint(90, 110)]
+        starts = [0, *sorted(rng.sample(range(1, len(ids)), rng.choice([0, 4, 30])))]
+        streams, model = rng.choice([1, 3, 4]), make_model(vocab_size=330, mem_len=120)
+        result = evaluate(model, Corpus(ids, starts), tokenizer, streams=streams, batch_size=rng.choice([1, 2, 4]))
+        nats, before, num_bytes, num_characters = [], [], 0, 0
+        for first, stop in itertools.pairwise([*starts, len(ids)]):
+            text = tokenizer.decode(ids[first + 1 : stop], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            num_bytes += len(text.encode()) if kind != "bytes" else stop - first - 1
+            num_characters += len(text) if kind != "bytes" else int(((ids[first + 1 : stop] - 3 & 0xC0) != 0x80).sum())
+            for begin, end in stream_bounds(len(ids), streams):
+                part = ids[max(first, begin) : min(stop, end + 1)]
+                if len(part) > 1:
+                    nats.append(nats_of_one_call(model, part))
+                    before.extend(range(1, len(part)))
+        assert result.loss == pytest.approx(float(torch.cat(nats).mean()), **EXACT)
+        assert (result.num_tokens, result.num_documents) == (len(before), len(starts))
+        assert (result.num_bytes, result.num_characters) == (num_bytes, num_characters)
+        for place in result.position_curve:
+            assert place.num_tokens == sum(place.first <= n <= place.last for n in before)
+
+    @pytest.mark.parametrize("kind", TOKENIZERS)
+    def test_a_corpus_is_scored_as_its_tokens(self, kind, tmp_path, monkeypatch):
+        tokenizer, model = TOKENIZERS[kind](), make_model(vocab_size=330)
+        (tmp_path / "text").write_text(TEXT, "utf-8")
+        corpus = Corpus.from_files([tmp_path / "text"], tokenizer, tmp_path)
+        expected = evaluate(model, encode(TEXT, tokenizer), tokenizer, streams=3).to_dict()
+        monkeypatch.setattr(corpus_module, "PIECE_TOKENS", 11)
+        assert {**evaluate(model, corpus, tokenizer, streams=3).to_dict(), "seconds": 0} == {**expected, "seconds": 0}
+
+    @pytest.mark.parametrize("starts", [None, [0, 2000, 2007]], ids=["one_text", "documents"])
+    def test_no_more_is_read_at_once_than_a_call_needs(self, starts, monkeypatch):
+        monkeypatch.setattr(corpus_module, "PIECE_TOKENS", 64)
+        monkeypatch.setattr(evaluate_module, "MAX_LOGITS", 97 * 5 * 12)
+        corpus = Corpus(np.random.default_rng(0).integers(97, size=5000).astype("uint16"), starts)
+        expected = evaluate(make_model(), corpus, streams=6, batch_size=3)
+        corpus.tokens = Watched(corpus.tokens)
+        found = evaluate(make_model(), corpus, streams=6, batch_size=3)
+        assert found.loss == expected.loss
+        assert max(corpus.tokens.sizes) == 64 and 60 in corpus.tokens.sizes  # 3 streams of 4 segments of 5
+
+    def test_documents_of_one_token_are_refused(self, tokens):
         with pytest.raises(InputError, match="no token has another before it"):
-            evaluate(make_model(), tokens, document_ids=torch.arange(len(tokens)))
+            evaluate(make_model(), Corpus(tokens, np.arange(len(tokens))))
+
+
+def stream_bounds(num_tokens, streams):
+    """(first input, last target) of each."""
+    length, longer = divmod(num_tokens - 1, streams)
+    ends = list(itertools.accumulate(length + (row < longer) for row in range(streams)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class Watched:
+    """An array of tokens that knows how many were read at once, and can do nothing else."""
+
+    def __init__(self, tokens):
+        self.tokens, self.sizes = tokens, []
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, places):
+        self.sizes.append(self.tokens[places].size)
+        return self.tokens[places]
 
 
 class TestPieces:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from modeling_xl import XLConfig, XLForCausalLM
+from modeling_xl import corpus as corpus_module
 from modeling_xl import evaluate as evaluate_module
+from modeling_xl.corpus import Corpus
 from modeling_xl.data import Streams
 from modeling_xl.evaluate import evaluate
 from modeling_xl.evaluation_report import plot
-from modeling_xl.text import InputError, byte_tokenizer, count_bytes, encode, read_text, split_text
+from modeling_xl.extent import text_size
+from modeling_xl.text import InputError, byte_tokenizer, encode, read_text
 from modeling_xl.train import TrainingSettings, check_output_dir, load_config, new_model, save, train, training_settings
 
 TEXT = "Tell me, O Muse, of the man of many devices — ὁ πολύτροπος — who wandered full many ways.\r\n" * 9
@@ -93,12 +97,6 @@ class TestReading:
         with pytest.raises(InputError, match="is a folder"):
             read_text([tmp_path])
 
-    def test_split_keeps_every_character(self):
-        text, held_out = split_text(TEXT, 0.25)
-        assert text + held_out == TEXT
-        assert len(held_out) == len(TEXT) // 4
-        assert split_text(TEXT, 0) == (TEXT, "")
-
 
 class TestTokens:
     def test_bytes_are_ids_minus_three(self):
@@ -106,14 +104,15 @@ class TestTokens:
         assert (ids - 3).tolist() == list("aé</s><pad>".encode())
         assert encode("", byte_tokenizer()).shape == (0,)
 
-    def test_count_bytes_of_bytes_skips_special_ids(self):
-        assert count_bytes(torch.tensor([0, 1, 2, 3 + 0xC3, 3 + 0xA9]), byte_tokenizer()) == 2
+    def test_special_ids_stand_for_no_bytes(self):
+        assert text_size(torch.tensor([0, 1, 2, 3 + 0xC3, 3 + 0xA9]), byte_tokenizer()) == (2, 1)
 
     def test_subwords_count_the_bytes_of_their_text(self, subword_tokenizer):
         ids = encode(TEXT + "</s>", subword_tokenizer)
         assert subword_tokenizer.eos_token_id not in ids.tolist()
         assert len(ids) < len(TEXT.encode())
-        assert count_bytes(ids, subword_tokenizer) == len((TEXT + "</s>").encode())
+        text = TEXT + "</s>"
+        assert text_size(ids, subword_tokenizer) == (len(text.encode()), len(text))
 
 
 class TestStreams:
@@ -290,6 +289,34 @@ class TestTrain:
         model.register_forward_pre_hook(lambda _, __, kwargs: caches.append(kwargs["cache"]), with_kwargs=True)
         train(model, tokens, TrainingSettings(max_steps=3, batch_size=4))
         assert caches == [None] * 3
+
+    @pytest.mark.parametrize("starts", [None, [0, 13, 90]], ids=["one_text", "documents"])
+    def test_a_corpus_is_read_as_its_tokens(self, tokens, starts, tmp_path):
+        """Kept in two bytes a token, it is also the same text to the checkpoints of the first run; other documents are not."""
+        settings = TrainingSettings(max_steps=4, batch_size=4, save_steps=3)
+        given = tokens if starts is None else Corpus(tokens, starts)
+        first, second = make_model(), make_model()
+        result = train(first, given, settings, checkpoints=tmp_path / "run")
+        corpus = Corpus(tokens.numpy().astype("uint16"), starts)
+        assert train(second, corpus, settings, checkpoints=tmp_path / "new").num_bytes == result.num_bytes
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+        shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+        third = make_model()
+        went_on = train(third, corpus, settings, checkpoints=tmp_path / "run")
+        assert (went_on.steps, went_on.num_bytes) == (4, 4 * 8)  # one step after the checkpoint
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), third.parameters(), strict=True))
+        with pytest.raises(InputError, match="of a run with other text; give"):
+            train(make_model(), Corpus(tokens, [0, 14, 90]), settings, checkpoints=tmp_path / "run")
+
+    def test_bytes_are_counted_in_pieces_where_the_corpus_does_not_say(self, subword_tokenizer, monkeypatch):
+        ids = encode(TEXT, subword_tokenizer)
+        size = text_size(ids, subword_tokenizer)[0]
+        settings = TrainingSettings(max_steps=2, batch_size=4)
+        num_targets = 2 * 4 * 8
+        monkeypatch.setattr(corpus_module, "PIECE_TOKENS", 7)
+        for corpus, num_bytes in ((ids, size), (Corpus(ids), size), (Corpus(ids, num_bytes=3 * size), 3 * size)):
+            result = train(make_model(vocab_size=len(subword_tokenizer)), corpus, settings, subword_tokenizer)
+            assert result.num_bytes == round(num_targets * num_bytes / len(ids))
 
     def test_a_loss_that_is_not_finite_ends_it(self, tokens):
         model = make_model()

@@ -14,7 +14,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from modeling_xl.conversion.vocabulary import Vocabulary, _byte_letters, find_vocabulary, make_tokenizer, read_symbols
-from modeling_xl.text import InputError, count_bytes, encode
+from modeling_xl.extent import text_size
+from modeling_xl.text import InputError, encode
 
 # Words as WikiText has them, and odder ones; no word holds a joint that `@-@`, `@,@` or `@.@` would stand for.
 TEXT = """<unk> <eos> the of in and a to was on as that for with by is it from at his cat sat dog's name named known well
@@ -192,7 +193,7 @@ class TestDecoding:
 
     def test_bytes_are_counted(self):
         tokenizer = make_tokenizer(vocabulary())
-        assert count_bytes(encode("the cat's name .", tokenizer), tokenizer) == len("the cat's name.")
+        assert text_size(encode("the cat's name .", tokenizer), tokenizer)[0] == len("the cat's name.")
 
 
 class TestSaving:
@@ -227,7 +228,7 @@ class TestBytesAndCharacters:
         ids = encode(text, tokenizer).tolist()
         assert [int(known.symbols[i]) for i in ids] == [byte for byte in text.encode() if byte != ord("\n")]
         assert tokenizer.decode(ids) == text.replace("\n", "")
-        assert count_bytes(torch.tensor(ids), tokenizer) == len(ids)
+        assert text_size(torch.tensor(ids), tokenizer)[0] == len(ids)
 
     def test_letters_of_bytes(self):
         letters = _byte_letters()
