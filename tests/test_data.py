@@ -667,8 +667,10 @@ def first_ids(block):
     return block.input_ids[:, 0].clone()
 
 
-MEASURE = """
+LIMIT = """
 import resource, sys
+import modeling_xl.evaluate
+from modeling_xl import XLConfig, XLForCausalLM
 from modeling_xl.corpus import Corpus
 from modeling_xl.data import StreamLoader, Streams
 from modeling_xl.text import byte_tokenizer
@@ -679,28 +681,49 @@ with open("/proc/self/status") as file:
     used = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + room,) * 2)  # anonymous memory; maps of files do not count
 corpus = Corpus.from_files([path], tokenizer, cache)
+"""
+READ = """
 num_targets = sum(block.num_targets for block in StreamLoader(Streams(corpus, 16, 4096)))
 print(len(corpus), num_targets)
 """
+EVALUATE = """
+modeling_xl.evaluate.MAX_LOGITS = 2**17
+sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "segment_len": 64}
+model = XLForCausalLM(XLConfig(vocab_size=16, mem_len=1, position_type="none", **sizes))
+result = modeling_xl.evaluate.evaluate(model, corpus, tokenizer, streams=128)
+print(len(corpus), result.num_tokens, result.num_bytes)
+"""
+
+
+def run_limited(code: str, path, num_mebibytes: int) -> list[int]:
+    """The numbers that the code prints with so much memory on top of what the libraries take."""
+    command = [sys.executable, "-c", LIMIT + code, str(path), str(path.parent), str(num_mebibytes * 2**20)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [int(number) for number in result.stdout.split()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits anonymous memory as Linux counts it")
-@pytest.mark.parametrize(
-    "num_megabytes", [64, pytest.param(1024, marks=pytest.mark.slow)], ids=lambda megabytes: f"{megabytes}MB"
-)
-def test_a_corpus_may_be_larger_than_memory(tmp_path, num_megabytes):
-    """In 32 MiB on top of what the libraries take, where the text alone has twice that, and its tokens four times."""
-    line = ("0123456789abcdef" * 63 + "of a text end.\n").encode()
-    assert len(line) == 1023
-    path = tmp_path / "large.txt"
-    with path.open("wb") as file:
-        for _ in range(num_megabytes):
-            file.write(line * 1025)
-    command = [sys.executable, "-c", MEASURE, str(path), str(tmp_path), str(2**25)]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert result.returncode == 0, result.stderr[-2000:]
-    size = path.stat().st_size
-    assert result.stdout.split() == [str(size), str(size - 1)]
+class TestLargerThanMemory:
+    @pytest.mark.parametrize(
+        "num_megabytes", [64, pytest.param(1024, marks=pytest.mark.slow)], ids=lambda megabytes: f"{megabytes}MB"
+    )
+    def test_a_corpus(self, tmp_path, num_megabytes):
+        """In 32 MiB, where the text alone has twice that, and its tokens four times."""
+        line = ("0123456789abcdef" * 63 + "of a text end.\n").encode()
+        assert len(line) == 1023
+        path = tmp_path / "large.txt"
+        with path.open("wb") as file:
+            for _ in range(num_megabytes):
+                file.write(line * 1025)
+        size = path.stat().st_size
+        assert run_limited(READ, path, 32) == [size, size - 1]
+
+    def test_a_text_that_is_evaluated(self, tmp_path):
+        """In 48 MiB, of which a call takes most; the tokens as a tensor would have 32 beside it."""
+        path = tmp_path / "large.txt"  # of two characters, for a small vocabulary is evaluated faster
+        path.write_bytes((b"\t" * 1023 + b"\n") * 2**12)
+        assert run_limited(EVALUATE, path, 48) == [2**22, 2**22 - 1, 2**22 - 1]
 
 
 class TestOriginalIterators:
