@@ -334,6 +334,8 @@ def _train(args: argparse.Namespace) -> None:
     config, stored = load_config(args.config, segment_len=args.segment_len, mem_len=args.mem_len)
     given = {item.name: getattr(args, item.name) for item in fields(TrainingSettings) if item.name != "others"}
     settings = training_settings(stored | dict(args.set), **given)
+    # Refuses, before text is read, what it cannot take; and sets up the processes, if there are several, as it says.
+    settings.arguments(args.output_dir)
     named = args.tokenizer or args.weights
     tokenizer = _load_tokenizer(named) if named else byte_tokenizer()
     corpus, held_out = read_training_corpora(args, tokenizer)

@@ -90,12 +90,18 @@ def _corpus_of_dataset(args: argparse.Namespace, split: str | None, tokenizer: A
     import datasets
 
     from .corpus import Corpus
+    from .text import InputError
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error it raises as well
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    column = args.text_column or "text"
     with _main_process_first():  # the library keeps what it has loaded and tokenised, too
         dataset = _load_dataset(args.dataset, args.dataset_config, split)
-        return Corpus.from_dataset(dataset, tokenizer, args.text_column or "text", args.cache_dir)
+        try:
+            return Corpus.from_dataset(dataset, tokenizer, column, args.cache_dir)
+        except InputError as error:
+            raise InputError(f"--dataset {args.dataset}, --text-column {column}: {error}") from None
 
 
 def _main_process_first() -> contextlib.AbstractContextManager[None]:
@@ -111,20 +117,20 @@ def _load_dataset(source: str, config: str | None, split: str | None) -> Any:
 
     from .text import InputError
 
-    path = Path(source)
+    path, wanted = Path(source), split or "train"
     try:
-        if (path / "state.json").is_file():
-            if split is not None:
-                raise InputError(f"it has no splits to choose {split!r} from; leave it out")
-            return datasets.load_from_disk(source)
-        split = split or "train"
-        if (path / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(source)
-            if split not in saved:
-                raise InputError(f"it has no split {split!r}; there are: {', '.join(saved)}")
-            return saved[split]
-        if path.is_file():
-            return datasets.load_dataset(str(path.parent), config, data_files=path.name, split=split)
-        return datasets.load_dataset(source, config, split=split)
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(source)
+        elif path.is_file():
+            return datasets.load_dataset(str(path.parent), config, data_files=path.name, split=wanted)
+        else:
+            return datasets.load_dataset(source, config, split=wanted)
     except Exception as error:  # several classes of error, according to what is wrong with which file
         raise InputError.about(f"--dataset {source}: could not be loaded", error) from error
+    if isinstance(found, datasets.DatasetDict):
+        if wanted not in found:
+            raise InputError(f"--dataset {source}: has no split {wanted!r}, but {', '.join(found)}; name one of them")
+        return found[wanted]
+    if split is not None:
+        raise InputError(f"--dataset {source}: was saved without splits, so that {split!r} means nothing; leave it out")
+    return found

@@ -3,17 +3,20 @@
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_xl import XLForCausalLM, cli, train
+from modeling_xl import corpus as corpus_module
 from modeling_xl.text import SAMPLE_TEXT, byte_tokenizer, encode
 
 CONFIG = {
@@ -27,6 +30,13 @@ CONFIG = {
     "mem_len": 16,
     "initializer_range": 0.1,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_datasets(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +54,14 @@ def folder(tmp_path_factory):
     LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes)).save_pretrained(path / "llama")
     byte_tokenizer().save_pretrained(path / "llama")
     LlamaConfig().save_pretrained(path / "other" / "model")
+    rows = [{"text": text, "number": number} for number, text in enumerate(SAMPLE_TEXT.read_text()[:2000].split("\n\n"))]
+    (path / "rows").mkdir()
+    for split, part in (("train", rows[:12]), ("test", rows[12:])):
+        (path / "rows" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+    datasets.Dataset.from_list(rows[:12]).save_to_disk(path / "saved")
+    datasets.DatasetDict(first=datasets.Dataset.from_list(rows[:12])).save_to_disk(path / "saved_splits")
+    (path / "broken").mkdir()
+    (path / "broken" / "train.jsonl").write_text('{"text')
     command = ["train", str(path), "--train-file", str(path / "text.txt"), "--output-dir", str(path / "model")]
     assert cli.main([*command, "--max-steps", "120"]) == 0
     shutil.copytree(path / "model", path / "twin")
@@ -98,6 +116,74 @@ def test_train_takes_the_arguments_of_transformers(capsys, folder, tmp_path):
     assert code == 2 and "'adam_beta2' is not NAME=VALUE" in err
 
 
+class TestTexts:
+    """Which text the commands read, and that files, datasets and caches of the same text give the same numbers."""
+
+    rows = SAMPLE_TEXT.read_text()[:2000].split("\n\n")
+    command = ("--max-steps", 3, "--batch-size", 2)
+
+    def result(self, capsys, folder, output, *options):
+        """What `train` prints of the run and of the held-out part, but for times and the folder."""
+        code, out, err = run(capsys, "train", folder, *self.command, "--output-dir", output, *options)
+        assert (code, err) == (0, "")
+        return re.sub(r"[\d.]+ s\b|saved in \S+", "", out)
+
+    def test_a_dataset_of_any_form(self, capsys, folder, tmp_path):
+        """Documents are its rows, each with the end token behind it; the last of them are held out."""
+        sources = {
+            "folder": ("--dataset", folder / "rows"),
+            "file": ("--dataset", folder / "rows" / "train.jsonl"),
+            "saved": ("--dataset", folder / "saved"),
+            "splits": ("--dataset", folder / "saved_splits", "--dataset-split", "first"),
+            "cached": ("--dataset", folder / "saved", "--cache-dir", tmp_path / "cache"),
+        }
+        found = {name: self.result(capsys, folder, tmp_path / name, *options) for name, options in sources.items()}
+        assert len(set(found.values())) == 1
+        held_out = self.rows[11]
+        assert f"({len(held_out)} tokens, {len(held_out) - 1} bytes" in found["folder"]
+        assert [path.suffix for path in sorted((tmp_path / "cache").iterdir())] == [".json", ".tokens"]
+
+    def test_a_split_of_its_own_is_evaluated_on(self, capsys, folder, tmp_path):
+        options = ("--dataset", folder / "rows", "--eval-dataset-split", "test")
+        found = self.result(capsys, folder, tmp_path / "new", *options)
+        rows = self.rows[12:]
+        assert f"({sum(map(len, rows))} tokens, {sum(len(row) - 1 for row in rows)} bytes" in found
+        assert f"documents {len(rows)}" in found
+        command = ("evaluate", tmp_path / "new", "--dataset", folder / "rows", "--dataset-split", "test", "--streams", 2)
+        code, out, _ = run(capsys, *command)
+        assert code == 0
+        assert f"held out: {out.splitlines()[0]}\n" in found
+
+    def test_files_with_documents(self, capsys, folder, tmp_path):
+        (tmp_path / "text.txt").write_text("\n\n".join(self.rows))
+        files = ("--train-file", tmp_path / "text.txt", "--eval-file", folder / "held_out.txt", "--separator", "")
+        found = self.result(capsys, folder, tmp_path / "a", *files)
+        assert "documents 10," in found
+        assert self.result(capsys, folder, tmp_path / "b", *files, "--cache-dir", tmp_path / "cache") == found
+        model = XLForCausalLM.from_pretrained(tmp_path / "a").state_dict()
+        other = XLForCausalLM.from_pretrained(tmp_path / "b").state_dict()
+        assert all(torch.equal(model[name], other[name]) for name in model)
+
+    def test_tokens_in_the_cache_are_not_made_again(self, capsys, folder, tmp_path, monkeypatch):
+        evaluated = ("evaluate", folder / "model", folder / "held_out.txt", "--cache-dir", tmp_path / "cache")
+        _, first, _ = run(capsys, *evaluated, "--json")
+        made = sorted((tmp_path / "cache").iterdir())
+        assert len(made) == 2
+        monkeypatch.setattr(corpus_module, "_write_file", None)
+        code, again, _ = run(capsys, *evaluated, "--json")
+        assert code == 0 and sorted((tmp_path / "cache").iterdir()) == made
+        assert [result["loss"] for result in json.loads(again)] == [result["loss"] for result in json.loads(first)]
+
+    def test_one_document_is_not_split(self, capsys, folder, tmp_path):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a row with some text"}))
+        command = ("train", folder, *self.command, "--dataset", tmp_path / "rows.jsonl", "--output-dir", tmp_path / "new")
+        code, _, err = run(capsys, *command)
+        assert code == 2
+        assert "--eval-fraction 0.05: a corpus of one document cannot be split; " in err and "0 holds out nothing" in err
+        code, out, _ = run(capsys, *command, "--eval-fraction", 0)
+        assert code == 0 and "held out" not in out
+
+
 class TestGoingOn:
     def command(self, folder, output, *more):
         files = ("--train-file", folder / "text.txt", "--output-dir", output)
@@ -134,6 +220,7 @@ class TestGoingOn:
             (("--learning-rate", 0.02, "--mem-len", 3), "learning_rate, mem_len"),
             (("--seed", 1), "first weights, seed"),
             (("--train-file", "{}/held_out.txt"), "text"),
+            (("--separator", ""), "text"),
         ],
     )
     def test_another_run_is_refused(self, capsys, folder, ended, more, names):
@@ -150,7 +237,8 @@ def test_two_processes_train_as_one_with_twice_the_batch(folder, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    runs = {"two": [*torchrun, *command, "--batch-size", "4"], "one": [*command, "--batch-size", "8"]}
+    together = [*torchrun, *command, "--batch-size", "4", "--cache-dir", str(tmp_path / "cache")]
+    runs = {"two": together, "one": [*command, "--batch-size", "8"]}
     for name, arguments in runs.items():
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         arguments = [sys.executable, *arguments, "--output-dir", str(tmp_path / name)]
@@ -288,6 +376,26 @@ class TestGenerate:
         ),
         ("train {} --train-file {}/text.txt --output-dir {}/new --batch-size 9000", "too few for 9000 stream"),
         ("train {} --train-file {}/text.txt --output-dir {}/new --tokenizer {}/other", "no tokenizer could be loaded"),
+        ("train {} --train-file {}/text.txt --output-dir {}/new --set optim=none", "optim='none'"),
+        ("train {} --output-dir {}/new", "no text is named; give --train-file or --dataset"),
+        ("train {} --train-file {}/text.txt --dataset {}/rows --output-dir {}/new", "that of --train-file already"),
+        ("train {} --train-file {}/text.txt --text-column a --output-dir {}/new", "--text-column: belongs to --dataset"),
+        ("train {} --dataset {}/rows --separator a --output-dir {}/new", "--separator: divides text files"),
+        (
+            "train {} --dataset {}/rows --text-column a --output-dir {}/new",
+            "--text-column a: column='a': the dataset has",
+        ),
+        ("train {} --dataset {}/rows --text-column number --output-dir {}/new", "a row holds 0, which is no text"),
+        ("train {} --dataset {}/nothing --output-dir {}/new", "nothing: could not be loaded"),
+        ("train {} --dataset {}/broken --output-dir {}/new", "broken: could not be loaded: JSON parse error"),
+        ("train {} --dataset {}/rows --dataset-split a --output-dir {}/new", "rows: could not be loaded: Unknown split"),
+        ("train {} --dataset {}/rows --eval-dataset-split a --output-dir {}/new", "rows: could not be loaded: Unknown split"),
+        ("train {} --dataset {}/saved --dataset-split a --output-dir {}/new", "saved: was saved without splits"),
+        ("train {} --dataset {}/saved_splits --output-dir {}/new", "saved_splits: has no split 'train', but first"),
+        (
+            "train {} --train-file {}/text.txt --cache-dir {}/text.txt --output-dir {}/new",
+            "text.txt: cannot be made (File",
+        ),
         ("evaluate {}/model", "FILE"),
         ("evaluate {}/nothing {}/text.txt", "nothing: no model could be loaded"),
         ("evaluate {}/other/model {}/text.txt", "is a model of type 'llama'"),
@@ -296,6 +404,9 @@ class TestGenerate:
         ("evaluate {}/model {}/text.txt --streams 6000", "too few for 6000 stream"),
         ("evaluate {}/model {}/text.txt --compare {}/twin {}/model", "model: is named twice"),
         ("evaluate {}/model {}/text.txt --separator <doc>", "separator='<doc>': no line that equals it divides the text"),
+        ("evaluate {}/model {}/text.txt --dataset {}/rows", "that of FILE already"),
+        ("evaluate {}/model --dataset {}/rows --recl", "--dataset: --recl measures"),
+        ("evaluate {}/model - --cache-dir {}/new", "--cache-dir: standard input is read once"),
         ("evaluate {}/model {}/text.txt -", "standard input is read alone"),
         ("evaluate {}/model - --mem-len 0 4", "several --mem-len: standard input is read once"),
         ("evaluate {}/model - --compare {}/twin --recl", "--recl, --compare: standard input is read once"),
