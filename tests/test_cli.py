@@ -376,7 +376,7 @@ class TestGenerate:
         ),
         ("train {} --train-file {}/text.txt --output-dir {}/new --batch-size 9000", "too few for 9000 stream"),
         ("train {} --train-file {}/text.txt --output-dir {}/new --tokenizer {}/other", "no tokenizer could be loaded"),
-        ("train {} --train-file {}/text.txt --output-dir {}/new --set optim=none", "optim='none'"),
+        ("train {} --train-file {}/nothing.txt --output-dir {}/new --set optim=none", "optim='none'"),
         ("train {} --output-dir {}/new", "no text is named; give --train-file or --dataset"),
         ("train {} --train-file {}/text.txt --dataset {}/rows --output-dir {}/new", "that of --train-file already"),
         ("train {} --train-file {}/text.txt --text-column a --output-dir {}/new", "--text-column: belongs to --dataset"),
