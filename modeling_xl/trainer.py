@@ -71,7 +71,7 @@ class XLTrainer(Trainer):
 
     A call covers `bptt_segments + 1` segments, accumulated calls are consecutive, and each pass over the text begins with an
     empty memory. Checkpoints hold the memory too, so that training goes on from one as if it had never stopped, bit for bit.
-    `eval_dataset` is the tokens of another text; its loss is summed over tokens, with a memory of its own that starts
+    `eval_dataset` is another text, tokens or a `Corpus`; its loss is summed over tokens, with a memory of its own that starts
     empty. `tokenizer` (processing_class) says how many bytes tokens stand for (default: bytes).
 
     A model without bounded memory (plain attention over everything) is trained on blocks that stand alone.
