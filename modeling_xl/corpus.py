@@ -138,8 +138,9 @@ class Corpus:
         """The tokens of UTF-8 text files, joined in the given order as `read_text` joins them.
 
         They are written into `cache_dir`, in 2 or 4 bytes a token, and found there again as long as the text, the tokenizer
-        and the separator are the same (None: they are held in memory). A line that equals `separator` ends a document and is
-        not part of the text; each document is tokenised on its own.
+        and the separator are the same, which takes a reading of its own. None: they are held in memory, and the files, which
+        then may be pipes, are read once. A line that equals `separator` ends a document and is not part of the text; each
+        document is tokenised on its own.
 
         A document is tokenised in pieces of about 1 MiB, cut behind line ends, each after a line end whose tokens are then
         dropped, so that a prefix that the tokenizer puts before a text does not come into it. A cut is made only where it
@@ -154,11 +155,15 @@ class Corpus:
         """
         if separator is not None and ("\n" in separator or "\r" in separator):
             raise InputError(f"separator={separator!r}: must be one line, without its end")
-        digest, num_bytes = hashlib.sha256(), 0
-        for chunk in read_chunks(paths):
-            content = chunk.encode()
-            digest.update(content)
-            num_bytes += len(content)
+        recipe: dict[str, Any] = {"separator": separator}
+        if cache_dir is not None:
+            if pipes := [path for path in paths if Path(path).is_fifo()]:
+                raise InputError(f"{pipes[0]}: is a pipe, which is read only once; give a file, or no folder for the cache")
+            digest = hashlib.sha256()
+            for chunk in read_chunks(paths):
+                digest.update(chunk.encode())
+            recipe["text"] = digest.hexdigest()
+        num_bytes = sum(path.stat().st_size for path in map(Path, paths) if path.is_file())
         if num_workers is None:
             cheap = isinstance(tokenizer, ByT5Tokenizer) or num_bytes < WORTH_PROCESSES
             num_workers = 0 if cheap else os.cpu_count() or 1
@@ -166,13 +171,13 @@ class Corpus:
         def make() -> Iterator[_Encoded]:
             jobs = _jobs(_pieces(read_chunks(paths), tokenizer, separator))
             with tqdm(
-                total=num_bytes, unit="B", unit_scale=True, desc="tokens", disable=None if progress else True
+                total=num_bytes or None, unit="B", unit_scale=True, desc="tokens", disable=None if progress else True
             ) as progress_bar:
                 for encoded in _encoded(jobs, _JobEncoder(tokenizer), num_workers):
                     progress_bar.update(encoded.num_bytes)
                     yield encoded
 
-        corpus = _made_once(cache_dir, {"text": digest.hexdigest(), "separator": separator}, tokenizer, make)
+        corpus = _made_once(cache_dir, recipe, tokenizer, make)
         starts = corpus.document_starts
         if separator is None:
             corpus.document_starts = None

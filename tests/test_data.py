@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 
 import datasets
@@ -163,6 +164,17 @@ class TestReading:
             path.write_bytes(content)
         with pytest.raises(InputError, match=rf"book\.txt: .*{message}"):
             read([write(tmp_path / "first.txt", "a text\n"), path])
+
+    def test_a_pipe_is_read_once(self, tmp_path, small_pieces):
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+        writer = threading.Thread(target=path.write_text, args=(TEXT, "utf-8"))
+        writer.start()
+        corpus = Corpus.from_files([path], byte_tokenizer())
+        writer.join()
+        assert corpus.tokens.tolist() == encode(TEXT, byte_tokenizer()).tolist()
+        with pytest.raises(InputError, match="pipe: is a pipe, which is read only once"):
+            Corpus.from_files([path], byte_tokenizer(), tmp_path)
 
     def test_a_folder_is_refused(self, tmp_path):
         with pytest.raises(InputError, match="is a folder"):
