@@ -11,7 +11,7 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -33,8 +33,14 @@ class XLTrainingArguments(TrainingArguments):
     """`TrainingArguments`, and what belongs to memory. `per_device_train_batch_size` is the number of streams a process
     reads, `per_device_eval_batch_size` how many of `eval_streams` run at once."""
 
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "mem_len_schedule"]
+
     stream_len: int | None = field(default=None, metadata={"help": "tokens after which memory begins anew (None: a pass)"})
     memory_dropout: float = field(default=0.0, metadata={"help": "probability that a row begins a call with empty memory"})
+    mem_len_schedule: dict | str | None = field(
+        default=None,
+        metadata={"help": "mem_len in training from each of these steps on, {0: 64, 1000: 256} (None: the config's)"},
+    )
     eval_streams: int = field(default=1, metadata={"help": "parts of the evaluation text, each from an empty memory"})
     # Transformers' default puts an average in the place of a loss that is not a number, and so hides it.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "leave out losses that are not finite in logs"})
@@ -45,6 +51,8 @@ class XLTrainingArguments(TrainingArguments):
             raise ValueError(f"stream_len={self.stream_len} must be at least 1, or None for a pass over the text.")
         if not 0 <= self.memory_dropout < 1:
             raise ValueError(f"memory_dropout={self.memory_dropout} must be a probability, 0 <= p < 1.")
+        if self.mem_len_schedule is not None:
+            self.mem_len_schedule = _mem_len_schedule(self.mem_len_schedule)
         if self.eval_streams < 1:
             raise ValueError(f"eval_streams={self.eval_streams} must be at least 1.")
         if self.label_smoothing_factor:
@@ -56,6 +64,26 @@ class XLTrainingArguments(TrainingArguments):
             raise ValueError(
                 "train_sampling_strategy='group_by_length' would put the text out of order, which memory needs; leave it out."
             )
+
+
+def _mem_len_schedule(given: Any) -> dict[int, int]:
+    """From each step on which memory length: its steps as integers, for JSON has only text there, and in order."""
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"mem_len_schedule={given!r} must be a dict of steps and memory lengths, such as {{0: 64, 1000: 256}}."
+        )
+    schedule: dict[int, int] = {}
+    for key, mem_len in given.items():
+        step = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+        for name, value in (("step", step), ("memory length", mem_len)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"mem_len_schedule={given!r}: the {name} {value!r} must be an integer >= 0.")
+        if step in schedule:
+            raise ValueError(f"mem_len_schedule={given!r}: names step {step} twice; leave one out.")
+        schedule[step] = mem_len
+    if 0 not in schedule:
+        raise ValueError(f"mem_len_schedule={given!r} must say how long memory is at the beginning; add step 0.")
+    return dict(sorted(schedule.items()))
 
 
 def _inputs(blocks: list[Block]) -> dict[str, Any]:
@@ -97,6 +125,7 @@ class XLTrainer(Trainer):
         if self.model.config.segment_len is None:
             raise InputError("the config has segment_len=None (every call is one segment); give a segment length")
         self._carries = carries_memory(self.model.config)
+        self._check_mem_lens()
         self.num_targets = 0  # targets of this process' rows so far
         self._aux_loss: torch.Tensor | float = 0.0  # what the losses since the last log hold of that of the memory's own
         self._aux_logged_at = 0
@@ -104,6 +133,31 @@ class XLTrainer(Trainer):
         self._logged_at = (time.perf_counter(), 0)  # and num_targets then
         self._called_at: int | None = None  # the global step when the model was last called
         self._forget()
+
+    def _check_mem_lens(self) -> None:
+        schedule: Any = self.args.mem_len_schedule
+        config = self.model.config
+        if schedule is None:
+            return
+        if not (self._carries and config.uses_grid):
+            raise InputError(
+                f"mem_len_schedule={schedule}: memory_type={config.memory_type!r} has no memory of a length; leave it out"
+            )
+        for mem_len in schedule.values():
+            if mem_len > config.mem_len:
+                raise InputError(
+                    f"mem_len_schedule={schedule}: {mem_len} must be at most the config's mem_len={config.mem_len}, which the "
+                    "model is evaluated and saved with; lower it, or raise the config's"
+                )
+            try:
+                config.check_mem_len(mem_len)
+            except ValueError as error:
+                raise InputError.about(f"mem_len_schedule={schedule}", error) from error
+
+    def _mem_len_at(self, step: int) -> int | None:
+        """What the schedule says of a step, counted from 0; None, the config's, without one."""
+        schedule: Any = self.args.mem_len_schedule
+        return None if schedule is None else next(schedule[first] for first in reversed(schedule) if first <= step)
 
     def _forget(self) -> None:
         self._memory: XLCache | None = None
@@ -136,10 +190,15 @@ class XLTrainer(Trainer):
         is_last, num_targets = inputs.pop("is_last"), inputs.pop("num_targets")
         self.num_targets += num_targets
         self._called_at = self.state.global_step
+        mem_len = self._mem_len_at(self.state.global_step)
+        if self._memory is not None and mem_len not in (None, self._memory.mem_len):
+            self._forget()  # what it keeps is of another shape
         self._carried += inputs["input_ids"].shape[1]
         is_last = is_last or (self.args.stream_len is not None and self._carried >= self.args.stream_len)
         if self._memory is not None and self.args.memory_dropout:
             self._memory.reset_rows(torch.rand(self._memory.batch_size) < self.args.memory_dropout)
+        if self._memory is None and mem_len is not None:
+            self._memory = XLCache(self.model.config, mem_len=mem_len)
         inputs["cache"], inputs["use_cache"] = self._memory, self._carries and not is_last
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         self._memory = outputs.cache
@@ -154,7 +213,8 @@ class XLTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds to a loss `tokens_per_second`, over all processes and the time since the last one; `memory_bytes`, what the
-        memories of all of them hold; and `aux_loss`, what of the loss is the memory's own, as compression has one."""
+        memories of all of them hold; `mem_len` of the last step, with a schedule; and `aux_loss`, what of the loss is the
+        memory's own, as compression has one."""
         if "loss" in logs and isinstance(self._aux_loss, torch.Tensor):
             steps = self.state.global_step - self._aux_logged_at
             logs["aux_loss"] = float(self.accelerator.reduce(self._aux_loss, "sum")) / max(1, steps)
@@ -166,6 +226,9 @@ class XLTrainer(Trainer):
             logs["tokens_per_second"] = round(num_targets / (self._logged_at[0] - begin), 1)
             if self._carries:
                 logs["memory_bytes"] = self._memory_bytes * self.args.world_size
+            mem_len = self._mem_len_at(self.state.global_step - 1)
+            if mem_len is not None:
+                logs["mem_len"] = mem_len
         super().log(logs, start_time)
 
     def get_decay_parameter_names(self, model) -> list[str]:

@@ -184,10 +184,25 @@ class TestTexts:
         assert code == 0 and "held out" not in out
 
 
+def test_train_takes_a_schedule_of_memory_lengths(capsys, folder, tmp_path):
+    """From the command line and from training.json: the weights are the same, and others than without one."""
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "training.json").write_text(json.dumps({"mem_len_schedule": {"0": 0, "4": 16}}))
+    given = {"set": (folder, "--set", 'mem_len_schedule={"0": 0, "4": 16}'), "stored": (tmp_path,), "without": (folder,)}
+    for name, (config, *more) in given.items():
+        command = ("train", config, "--train-file", folder / "text.txt", "--output-dir", tmp_path / name, "--max-steps", 8)
+        assert run(capsys, *command, "--learning-rate", 0.01, "--batch-size", 8, "--warmup-steps", 2, *more)[0] == 0
+    models = [XLForCausalLM.from_pretrained(tmp_path / name) for name in given]
+    weights = [torch.cat([parameter.flatten() for parameter in model.parameters()]) for model in models]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert models[0].config.mem_len == 16
+
+
 class TestGoingOn:
     def command(self, folder, output, *more):
         files = ("--train-file", folder / "text.txt", "--output-dir", output)
-        return ("train", folder, *files, "--max-steps", 12, "--save-steps", 5, *more)
+        schedule = 'mem_len_schedule={"0": 0, "3": 8, "10": 16}'
+        return ("train", folder, *files, "--max-steps", 12, "--save-steps", 5, "--set", schedule, *more)
 
     @pytest.fixture
     def ended(self, capsys, folder, tmp_path, monkeypatch):
@@ -219,12 +234,13 @@ class TestGoingOn:
         [
             (("--learning-rate", 0.02, "--mem-len", 3), "learning_rate, mem_len"),
             (("--seed", 1), "first weights, seed"),
+            (("--set", 'mem_len_schedule={"0": 8}'), "mem_len_schedule"),
             (("--train-file", "{}/held_out.txt"), "text"),
             (("--separator", ""), "text"),
         ],
     )
     def test_another_run_is_refused(self, capsys, folder, ended, more, names):
-        more = [part.format(folder) if isinstance(part, str) else part for part in more]
+        more = [str(part).replace("{}/", f"{folder}/") for part in more]
         code, _, err = run(capsys, *self.command(folder, ended, *more))
         assert code == 2
         assert f"{ended}.checkpoints: holds checkpoints of a run with other {names}; give what that had" in err
@@ -373,6 +389,14 @@ class TestGenerate:
         (
             "train {} --train-file {}/text.txt --output-dir {}/new --max-steps 0",
             "--max-steps: 0 is not an integer of at least 1",
+        ),
+        (
+            """train {} --train-file {}/text.txt --output-dir {}/new --set mem_len_schedule={"0":17}""",
+            "mem_len_schedule={0: 17}: 17 must be at most the config's mem_len=16",
+        ),
+        (
+            """train {} --train-file {}/text.txt --output-dir {}/new --set mem_len_schedule={"9":1}""",
+            "must say how long memory is at the beginning; add step 0",
         ),
         ("train {} --train-file {}/text.txt --output-dir {}/new --batch-size 9000", "too few for 9000 stream"),
         ("train {} --train-file {}/text.txt --output-dir {}/new --tokenizer {}/other", "no tokenizer could be loaded"),

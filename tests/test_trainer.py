@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from accelerate import DistributedType, PartialState
 from helpers import biggest
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
-from modeling_xl import XLConfig, XLForCausalLM
+from modeling_xl import XLCache, XLConfig, XLForCausalLM
 from modeling_xl.corpus import Corpus
 from modeling_xl.data import Streams
 from modeling_xl.evaluate import evaluate
@@ -139,11 +139,14 @@ class Calls:
     def __init__(self, model):
         self.kwargs: list[dict] = []
         self.lengths: list[list[int]] = []  # tokens that the memory of each row comes from
+        self.mem_lens: list[int | None] = []
 
         def before_call(_, args, kwargs):
             self.kwargs.append(kwargs)
             cache = kwargs["cache"]
-            self.lengths.append([0] * len(kwargs["input_ids"]) if cache is None else cache.lengths.tolist())
+            self.mem_lens.append(None if cache is None else cache.mem_len)
+            is_empty = cache is None or cache.batch_size == -1
+            self.lengths.append([0] * len(kwargs["input_ids"]) if is_empty else cache.lengths.tolist())
 
         model.register_forward_pre_hook(before_call, with_kwargs=True)
 
@@ -181,6 +184,13 @@ RESUMED = {
     "bptt": (13, {"bptt_segments": 1}, {}),
     "sinks_zeros": (13, {"num_sink_tokens": 2, "initial_memory": "zeros"}, {}),
     "bf16": (13, {}, {"bf16": True}),
+    "schedule_changes_there": (40, {}, {"mem_len_schedule": {0: 5, 10: 9}}),
+    "schedule_changes_before_and_after": (13, {}, {"mem_len_schedule": {0: 0, 7: 5, 14: 11}, "stream_len": 3 * SEGMENT}),
+    "schedule_changes_there_accumulation_2": (
+        13,
+        {"memory_type": "compressive"},
+        {"mem_len_schedule": {0: 8, 10: 11}, "gradient_accumulation_steps": 2},
+    ),
     "evaluation": (13, {}, {"eval_strategy": "steps", "eval_steps": 3, "eval_streams": 2}),
 }
 
@@ -204,7 +214,7 @@ class TestResume:
     def test_every_step_can_be_resumed_at(self, tmp_path):
         """Passes of 5 blocks, 2 to a step, memory anew after 3 blocks: steps end at every kind of place."""
         settings = {"max_steps": 8, "save_strategy": "steps", "gradient_accumulation_steps": 2, "stream_len": 3 * SEGMENT}
-        settings |= {"memory_dropout": 0.2}
+        settings |= {"memory_dropout": 0.2, "mem_len_schedule": {0: 11, 4: 0, 6: 3}}
         whole = run(tmp_path / "a", blocks_of(5), fields=DROPOUT, save_steps=1, **settings)
         for step in range(1, 8):
             model = make_model(seed=step, **DROPOUT)
@@ -268,8 +278,9 @@ class TestResume:
         assert trace(again, after=6) == trace(trainer, after=6)
 
 
-def by_hand(model, tokens, steps, accumulation, stream_len=None, clip=1.0):
+def by_hand(model, tokens, steps, accumulation, stream_len=None, clip=1.0, schedule=None):
     """What XLTrainer is to do, in a loop: (loss of each step, aux loss of each step)."""
+    mem_len = None
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -284,7 +295,11 @@ def by_hand(model, tokens, steps, accumulation, stream_len=None, clip=1.0):
             num_targets = sum(block.num_targets for block in chosen)
             found.append(0.0)
             aux.append(0.0)
+            if schedule and len(found) - 1 in schedule:
+                mem_len, cache, carried = schedule[len(found) - 1], None, 0
             for block in chosen:
+                if cache is None:
+                    cache = XLCache(model.config, mem_len=mem_len)
                 carried += block.input_ids.shape[1]
                 output = model.train()(block.input_ids, attention_mask=block.attention_mask, cache=cache)
                 cache = output.cache
@@ -323,6 +338,23 @@ class TestAgainstALoop:
         assert found == pytest.approx(aux if fields.get("memory_type") == "compressive" else [], rel=1e-6, abs=1e-9)
         for (name, parameter), wanted in zip(model.named_parameters(), other.parameters(), strict=True):
             assert biggest(parameter, wanted) < 1e-10, name
+
+    @pytest.mark.parametrize(
+        ("fields", "schedule"),
+        [({}, {0: 0, 3: 5, 7: 11}), ({"bptt_segments": 1}, {0: 6, 4: 0}), ({"memory_type": "compressive"}, {0: 8, 5: 10})],
+        ids=str,
+    )
+    def test_memory_of_scheduled_lengths(self, fields, schedule, tmp_path):
+        """Two calls a step and two passes; where memory's length changes, it begins anew. To 1e-9: the gradient of the
+        compression is small, and Adam divides by it."""
+        model, other = (make_model(dtype=torch.float64, **fields) for _ in range(2))
+        tokens = blocks_of(18)
+        expected, _ = by_hand(other, tokens, 10, 2, schedule=schedule)
+        settings = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "max_steps": 10, "gradient_accumulation_steps": 2}
+        trainer = run(tmp_path, tokens, model=model, mem_len_schedule=schedule, **settings)
+        assert losses(trainer) == pytest.approx(expected, rel=1e-6)
+        for (name, parameter), wanted in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert biggest(parameter, wanted) < 1e-9, name
 
     @pytest.mark.parametrize("stream_len", [20, 24])  # memory begins anew with a block: 20 tokens are 3 blocks too
     def test_streams_that_begin_anew(self, stream_len, tmp_path):
@@ -604,6 +636,15 @@ class TestRefusals:
             ({"memory_dropout": -0.1}, "memory_dropout=-0.1 must be a probability"),
             ({"stream_len": 0}, "stream_len=0 must be at least 1"),
             ({"eval_streams": 0}, "eval_streams=0 must be at least 1"),
+            ({"mem_len_schedule": 64}, "mem_len_schedule=64 must be a dict"),
+            ({"mem_len_schedule": {}}, r"mem_len_schedule=\{\} must say .* add step 0"),
+            ({"mem_len_schedule": {"3": 4}}, "must say how long memory is at the beginning; add step 0"),
+            ({"mem_len_schedule": {0: 1, "0": 2}}, "names step 0 twice"),
+            ({"mem_len_schedule": {0: 1, -2: 2}}, "the step -2 must be an integer >= 0"),
+            ({"mem_len_schedule": {0: 1, "x": 2}}, "the step 'x' must be an integer >= 0"),
+            ({"mem_len_schedule": {0: 1, 2.0: 2}}, "the step 2.0 must be an integer >= 0"),
+            ({"mem_len_schedule": {0: True}}, "the memory length True must be an integer >= 0"),
+            ({"mem_len_schedule": {0: 1.5}}, "the memory length 1.5 must be an integer >= 0"),
         ],
         ids=str,
     )
@@ -621,6 +662,23 @@ class TestRefusals:
     def test_a_model_without_segments(self, tmp_path):
         with pytest.raises(InputError, match="segment_len=None"):
             XLTrainer(make_model(segment_len=None), arguments(tmp_path), train_dataset=blocks_of(2))
+
+    @pytest.mark.parametrize(
+        ("fields", "schedule", "message"),
+        [
+            ({}, {0: 4, 6: 12}, "12 must be at most the config's mem_len=11"),
+            ({"memory_type": "compressive"}, {0: 7}, "mem_len=7 must be at least segment_len=8"),
+            ({"memory_type": ["recurrence", "compressive"]}, {0: 11, 9: 0}, "mem_len=0 must be at least segment_len=8"),
+            ({"memory_type": "none"}, {0: 4}, "memory_type='none' has no memory of a length; leave it out"),
+            ({"memory_type": "linear"}, {0: 4}, "memory_type='linear' has no memory of a length"),
+            ({"memory_type": ["none", "recurrence"]}, {0: 4}, r"memory_type=\['none', 'recurrence'\] has no memory"),
+        ],
+        ids=str,
+    )
+    def test_lengths_that_the_model_cannot_have(self, fields, schedule, message, tmp_path):
+        with pytest.raises(InputError, match=message) as caught:
+            XLTrainer(make_model(**fields), arguments(tmp_path, mem_len_schedule=schedule), train_dataset=blocks_of(2))
+        assert str(caught.value).startswith(f"mem_len_schedule={schedule}: ")
 
     @pytest.mark.parametrize("settings", [{"max_steps": 2}, {"num_train_epochs": 1}], ids=str)
     def test_a_text_too_short(self, settings, tmp_path):
@@ -643,6 +701,48 @@ class TestCurriculum:
         assert trainer.num_targets == 2 * (len(blocks_of(5)) - 1)
         read = torch.cat([kwargs["input_ids"] for kwargs in calls.kwargs[:5]], 1)
         assert torch.equal(read[0], blocks_of(5)[: read.shape[1]])
+
+    @pytest.mark.parametrize("accumulation", [1, 3])
+    def test_memory_of_scheduled_lengths(self, accumulation, tmp_path):
+        """Its length changes with a step, also where calls are accumulated, and it begins anew then; so do streams."""
+        model = make_model()
+        calls = Calls(model)
+        settings = {"stream_len": 5 * SEGMENT, "max_steps": 6, "logging_steps": 2, "gradient_accumulation_steps": accumulation}
+        trainer = run(tmp_path, blocks_of(30), model=model, mem_len_schedule={"4": 7, "0": 0, "2": 0, "99": 1}, **settings)
+        change = 4 * accumulation
+        assert calls.mem_lens == [0] * change + [7] * 2 * accumulation
+        assert [row[0] // SEGMENT for row in calls.lengths] == [n % 5 for n in [*range(change), *range(2 * accumulation)]]
+        assert [entry["mem_len"] for entry in trainer.state.log_history if "loss" in entry] == [0, 0, 7]
+        assert model.config.mem_len == 11
+        assert {entry.get("mem_len") for entry in trace(run(tmp_path, blocks_of(3), max_steps=2))} == {None}
+
+    @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"stream_len": 3 * SEGMENT}], ids=str)
+    @pytest.mark.parametrize(
+        ("fields", "schedule"), [({}, {0: 3, 5: 11}), ({"memory_type": "compressive"}, {0: 11, 5: 8})], ids=str
+    )
+    def test_a_schedule_is_a_config_that_changes(self, fields, schedule, settings, tmp_path):
+        """To the bit, with dropout of both kinds."""
+
+        class Changed(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step in schedule:
+                    changed.model.config.mem_len = schedule[state.global_step]
+                    changed._forget()
+
+        settings = {**settings, "max_steps": 9, "memory_dropout": 0.2}
+        model = make_model(**DROPOUT, **fields)
+        changed = XLTrainer(model, arguments(tmp_path, **settings), train_dataset=blocks_of(13), callbacks=[Changed()])
+        changed.train()
+        scheduled = run(tmp_path, blocks_of(13), fields={**DROPOUT, **fields}, mem_len_schedule=schedule, **settings)
+        assert losses(scheduled) == losses(changed)
+        assert_same_weights(scheduled.model, changed.model)
+
+    def test_a_schedule_from_the_command_line(self):
+        (args,) = HfArgumentParser(XLTrainingArguments).parse_args_into_dataclasses(
+            ["--output_dir", "unused", "--mem_len_schedule", '{"10": 64, "0": 0}']
+        )
+        assert list(args.mem_len_schedule.items()) == [(0, 0), (10, 64)]
+        assert json.loads(args.to_json_string())["mem_len_schedule"] == {"0": 0, "10": 64}
 
     @pytest.mark.parametrize("accumulation", [1, 2, 3])
     def test_streams_begin_anew(self, accumulation, tmp_path):
@@ -884,9 +984,10 @@ class TestProcesses:
             assert biggest(parameter, wanted) < 1e-9
 
     def test_two_are_one_with_twice_the_batch(self, forks, tmp_path):
-        """Calls of three segments, accumulated, the first without memory, with compression's loss; resumed to the bit."""
+        """Calls of three segments, accumulated, with compression's loss and a memory that grows; resumed to the bit."""
         fields = {"bptt_segments": 2, "memory_type": "compressive"}
         settings = {"gradient_accumulation_steps": 2, "ddp_find_unused_parameters": False}
+        settings["mem_len_schedule"] = {0: 8, 6: 11}
         self.check(forks, tmp_path, 8, fields, settings, resume_at=4)
 
     @pytest.mark.slow
@@ -903,6 +1004,7 @@ class TestProcesses:
     @pytest.mark.slow
     def test_resume_is_exact_with_dropout(self, forks, tmp_path):
         settings = {"memory_dropout": 0.2, "stream_len": 5 * SEGMENT, "gradient_accumulation_steps": 2}
+        settings["mem_len_schedule"] = {0: 0, 7: 5, 12: 11}
         as_processes(forks, 2, str(tmp_path), 20, DROPOUT, settings, 7)
         with pytest.raises(ValueError, match=r"no whole checkpoint of 1 process\(es\): .* another number of processes"):
             run(tmp_path, blocks_of(9), str(tmp_path / "checkpoint-7"), max_steps=20)
