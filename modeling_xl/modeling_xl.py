@@ -513,10 +513,11 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
         else:
             loss = self._with_aux(loss, outputs)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        if logits is not None:
+        if logits is None:
+            if loss is None or not self.training:
+                logits = head(hidden_states[:, keep])
+        elif keep != slice(0, None):  # FSDP warns of outputs that are views
             logits = logits[:, keep]
-        elif loss is None or not self.training:
-            logits = head(hidden_states[:, keep])
         return XLCausalLMOutput(
             loss=loss,
             logits=logits,

@@ -117,14 +117,21 @@ class XLTrainer(Trainer):
                 f"{args.n_gpu} GPUs in one process would split the rows and not their memory; start one process a GPU: "
                 "torchrun --nproc_per_node."
             )
+        config = self.model.config
+        is_wrapped = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing
+        if is_wrapped and (config.hidden_dropout or config.attention_dropout):
+            raise ValueError(
+                "fsdp_config's activation_checkpointing=True would draw dropout anew in the backward pass, as Accelerate makes "
+                "it, and so give wrong gradients; set activation_checkpointing=True of XLTrainingArguments in its place."
+            )
         if self.train_dataset is not None and not isinstance(self.train_dataset, (torch.Tensor, Corpus)):
             raise ValueError(
                 f"train_dataset is {type(self.train_dataset).__name__}; XLTrainer reads the tokens [N] of a text, or a Corpus: "
                 "Corpus.from_dataset makes one of a dataset."
             )
-        if self.model.config.segment_len is None:
+        if config.segment_len is None:
             raise InputError("the config has segment_len=None (every call is one segment); give a segment length")
-        self._carries = carries_memory(self.model.config)
+        self._carries = carries_memory(config)
         self._check_mem_lens()
         self.num_targets = 0  # targets of this process' rows so far
         self._aux_loss: torch.Tensor | float = 0.0  # what the losses since the last log hold of that of the memory's own
@@ -277,6 +284,14 @@ class XLTrainer(Trainer):
             )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in Trainer: a folder for `from_pretrained`. Called on every process, also where their parts of the weights go
+        into checkpoints by themselves (FSDP with SHARDED_STATE_DICT), and Trainer would write nothing."""
+        is_in_parts = self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        if is_in_parts and not _internal_call:
+            self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        super().save_model(output_dir, _internal_call)
+
     def _save_checkpoint(self, model, trial) -> None:
         if self._called_at == self.state.global_step:
             # Asked for inside a step, as Transformers does at SIGTERM: memory is ahead of the weights. Done at the step's end.
@@ -288,6 +303,7 @@ class XLTrainer(Trainer):
             for memory in folder.glob(f"{MEMORY_FOLDER}-*"):
                 if int(memory.name.removeprefix(f"{MEMORY_FOLDER}-")) >= self.args.world_size:
                     shutil.rmtree(memory)
+        self.accelerator.wait_for_everyone()  # so that none writes while the mark of that checkpoint is there
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

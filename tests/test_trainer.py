@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -111,10 +112,15 @@ def trace(trainer, after=0) -> list[dict[str, float]]:
     ]
 
 
+def same(tensor, other) -> bool:
+    """To the bit; of parts that lie on several processes, those here."""
+    return torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (tensor, other)))
+
+
 def assert_same_weights(model, other) -> None:
     found, expected = model.state_dict(), other.state_dict()
     assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert [name for name in found if not same(found[name], expected[name])] == []
 
 
 def assert_same_end(trainer, other, after=0) -> None:
@@ -123,7 +129,7 @@ def assert_same_end(trainer, other, after=0) -> None:
     ours, theirs = (t.optimizer.state_dict()["state"] for t in (trainer, other))
     assert ours.keys() == theirs.keys() and ours
     for number, state in ours.items():
-        assert all(torch.equal(value, theirs[number][name]) for name, value in state.items()), number
+        assert all(same(value, theirs[number][name]) for name, value in state.items()), number
     assert trainer.lr_scheduler.get_last_lr() == other.lr_scheduler.get_last_lr()
     assert trace(trainer, after) == trace(other, after) != []
     assert (trainer._memory is None) == (other._memory is None) and trainer._carried == other._carried
@@ -946,23 +952,56 @@ def distributed(folder: str, steps: int, fields: dict, settings: dict, resume_at
         assert_same_end(trained(7, str(path)), trainer, after=resume_at)
 
 
-def sharded(folder: str, fields: dict, say=None) -> None:
-    """Trains in float64, with FSDP2 if there are several processes."""
-    tokens = text(2 * ROWS * (SEGMENT * 9 - 2) + 1)
+def sharded(folder: str, fields: dict, settings: dict, resume_at: int, say=None) -> None:
+    """Trains in float64, with FSDP2 and again from a checkpoint if there are several processes."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    settings = {"fsdp": True, "fsdp_config": {"version": 2}} if several else {"per_device_train_batch_size": 2 * ROWS}
-    settings = arguments(folder, max_steps=5, log_level="error", **settings)
     if several:
-        assert settings.device.type == "cpu"  # makes the state that is changed next
-        # Accelerate leaves FSDP out where the processes have CPUs only, and says nothing.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    model = make_model(dtype=torch.float64, **fields)
-    trainer = XLTrainer(model, settings, train_dataset=tokens, eval_dataset=text(90, seed=1))
-    trainer.train()
-    trainer.evaluate()
-    assert all(isinstance(parameter, DTensor) == several for parameter in trainer.model.model.layers[0].parameters())
-    if trainer.is_world_process_zero():
+        settings = {"fsdp": True, "save_strategy": "steps", "save_steps": resume_at, **settings}
+    else:
+        settings = {**settings, "per_device_train_batch_size": 2 * ROWS, "fsdp_config": None}
+    tokens = text(2 * ROWS * (SEGMENT * 9 - 2) + 1)
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
+
+    def trained(seed, resume=None, kind=XLTrainer) -> XLTrainer:
+        made = arguments(folder, max_steps=6, lr_scheduler_type="constant", log_level="error", **settings)
+        if several:
+            assert made.device.type == "cpu"  # makes the state that is changed next
+            # Accelerate leaves FSDP out where the processes have CPUs only, and says nothing.
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        model = make_model(seed, torch.float64, **fields)
+        trainer = kind(model, made, train_dataset=tokens, eval_dataset=text(90, seed=1))
+        trainer.train(resume)
+        trainer.evaluate()
+        assert all(isinstance(parameter, DTensor) == several for parameter in trainer.model.state_dict().values())
+        return trainer
+
+    trainer = trained(seed=0)
+    is_main = trainer.is_world_process_zero()
+    if is_main:
         Path(folder, f"log-{trainer.args.world_size}.json").write_text(json.dumps(trace(trainer)))
+    if not several:
+        return
+    trainer.save_model(f"{folder}/end")
+    gathered = {name: part.full_tensor() for name, part in trainer.model.state_dict().items()}
+    if is_main:
+        saved = XLForCausalLM.from_pretrained(f"{folder}/end", dtype=torch.float64).state_dict()
+        assert saved.keys() == gathered.keys()
+        assert all(torch.equal(saved[name], gathered[name]) for name in gathered)
+    path = Path(folder, f"checkpoint-{resume_at}")
+    assert [is_whole(path, number) for number in (1, 2, 3)] == [False, True, False]
+    assert_same_end(trained(7, str(path)), trainer, after=resume_at)
+
+    class Stopped(XLTrainer):
+        def _save_rng_state(self, output_dir):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(7, kind=Stopped)
+    assert not is_whole(path, 2) and last_checkpoint(folder, 2) != str(path)
+    if "activation_checkpointing" in settings["fsdp_config"]:
+        fields = {**fields, **DROPOUT}
+        with pytest.raises(ValueError, match="dropout anew in the backward pass"):
+            trained(7)
 
 
 class TestProcesses:
@@ -1010,15 +1049,33 @@ class TestProcesses:
             run(tmp_path, blocks_of(9), str(tmp_path / "checkpoint-7"), max_steps=20)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("fields", [{}, {"memory_type": "compressive", "bptt_segments": 1}], ids=str)
-    def test_sharded(self, forks, fields, tmp_path):
-        """FSDP2 on CPUs: five steps and an evaluation log what one process does, but for rounding."""
-        as_processes(forks, 2, str(tmp_path), fields, call=sharded)
-        sharded(str(tmp_path), fields)
+    @pytest.mark.parametrize(
+        ("fields", "fsdp", "settings"),
+        [
+            ({}, {}, {"mem_len_schedule": {0: 0, 3: 11}}),
+            ({"memory_type": "compressive", "bptt_segments": 2}, {"state_dict_type": "SHARDED_STATE_DICT"}, {}),
+            ({"memory_type": "linear", "bptt_segments": 2}, {}, {"gradient_accumulation_steps": 2}),
+            ({"bptt_segments": 2}, {}, {"activation_checkpointing": True}),
+            ({"bptt_segments": 2}, {"state_dict_type": "SHARDED_STATE_DICT", "activation_checkpointing": True}, {}),
+        ],
+        ids=str,
+    )
+    def test_sharded(self, forks, fields, fsdp, settings, tmp_path):
+        """FSDP2 on CPUs: steps and an evaluation log what one process does, but for rounding; resumed to the bit."""
+        settings = {**settings, "fsdp_config": {"version": 2, **fsdp}}
+        as_processes(forks, 2, str(tmp_path), fields, settings, 3, call=sharded)
+        sharded(str(tmp_path), fields, settings, 0)
         two, one = (json.loads((tmp_path / f"log-{number}.json").read_text()) for number in (2, 1))
-        assert [entry["step"] for entry in two] == [1, 2, 3, 4, 5, 5]
+        assert [entry["step"] for entry in two] == [1, 2, 3, 4, 5, 6, 6]
         for ours, theirs in zip(two, one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+    def test_sharded_resume_is_exact_with_dropout(self, forks, kind, tmp_path):
+        settings = {"memory_dropout": 0.2, "stream_len": 5 * SEGMENT, "activation_checkpointing": True}
+        settings["fsdp_config"] = {"version": 2, "state_dict_type": f"{kind}_STATE_DICT"}
+        as_processes(forks, 2, str(tmp_path), DROPOUT, settings, 4, call=sharded)
 
 
 class TestOtherTrainers:
