@@ -347,8 +347,10 @@ def _train(args: argparse.Namespace) -> None:
     save(model, tokenizer, args.output_dir, args.overwrite)
     if checkpoints is not None:
         shutil.rmtree(checkpoints)
+    number = PartialState().num_processes
+    processes = f" by {number} processes" if number > 1 else ""
     print(
-        f"trained {result.steps} steps on {result.num_bytes} bytes in {result.seconds:.1f} s: "
+        f"trained {result.steps} steps on {result.num_bytes} bytes in {result.seconds:.1f} s{processes}: "
         f"{result.bits_per_byte:.4f} bits per byte at the end; saved in {args.output_dir}"
     )
     if held_out.num_targets:

@@ -117,6 +117,11 @@ class XLTrainer(Trainer):
                 f"{args.n_gpu} GPUs in one process would split the rows and not their memory; start one process a GPU: "
                 "torchrun --nproc_per_node."
             )
+        if int(os.environ.get("WORLD_SIZE", "1")) > args.world_size:
+            raise InputError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} processes were started but do not know of each other, and each would "
+                "train alone; on CPUs set use_cpu=True"
+            )
         config = self.model.config
         is_wrapped = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing
         if is_wrapped and (config.hidden_dropout or config.attention_dropout):

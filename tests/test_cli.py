@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -247,21 +248,57 @@ class TestGoingOn:
         assert run(capsys, *self.command(folder, ended))[0] == 0
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one_with_twice_the_batch(folder, tmp_path):
-    command = ["-m", "modeling_xl.cli", "train", str(folder), "--train-file", str(folder / "text.txt"), "--max-steps", "20"]
+DOCS = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def launch(script: str, launcher: str, where: Path, *more: str) -> subprocess.CompletedProcess:
+    """Runs the command of the docs that starts `script` with the launcher, in a folder."""
+    (found,) = (line for line in DOCS.splitlines() if line.startswith(launcher) and f"{script} " in f"{line} ")
+    words = shlex.split(found, comments=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    together = [*torchrun, *command, "--batch-size", "4", "--cache-dir", str(tmp_path / "cache")]
-    runs = {"two": together, "one": [*command, "--batch-size", "8"]}
-    for name, arguments in runs.items():
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        arguments = [sys.executable, *arguments, "--output-dir", str(tmp_path / name)]
-        subprocess.run(arguments, check=True, timeout=240, env=environment, capture_output=True)
-    two, one = (XLForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in runs)
+        port = ["--master_port" if launcher == "torchrun" else "--main_process_port", str(free.getsockname()[1])]
+    first = next(index for index, word in enumerate(words) if word.startswith("--"))
+    words = [*words[:first], *port, *words[first:], *more]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, timeout=240, env=environment, cwd=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_two_processes_train_as_one_with_twice_the_batch(capsys, folder, launcher, tmp_path):
+    shutil.copy(folder / "text.txt", tmp_path / "my.txt")
+    shutil.copytree(folder, tmp_path / "demo", ignore=lambda *_: ["model", "other", "llama", "twin"])
+    done = launch("modeling_xl.cli", launcher, tmp_path, "--max-steps", "20", "--batch-size", "4", "--cache-dir", "cache")
+    assert "trained 20 steps on 1280 bytes" in done.stdout and "s by 2 processes: " in done.stdout
+    command = ("train", folder, "--train-file", folder / "text.txt", "--output-dir", tmp_path / "one")
+    code, out, _ = run(capsys, *command, "--max-steps", 20, "--batch-size", 8)
+    assert code == 0 and "trained 20 steps on 1280 bytes" in out and " processes: " not in out
+    two, one = (XLForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("my_model", "one"))
     # Sums in another order, through 20 steps of an optimizer that divides by small numbers.
     assert all(torch.allclose(two[key], one[key], atol=2e-3) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_script_of_the_docs_in_two_processes(launcher, tmp_path):
+    """Made small, and asked for the number of processes."""
+    script = DOCS.split("```python\n")[1].split("```")[0]
+    for word, other in {
+        'output_dir="run",': 'output_dir="run", use_cpu=True,',
+        "hidden_size=256": "hidden_size=24",
+        "intermediate_size=1024": "intermediate_size=24",
+        "max_steps=1000": "max_steps=2",
+        "50_000": "500",
+        "segment_len=128": "segment_len=8",
+    }.items():
+        assert word in script
+        script = script.replace(word, other)
+    (tmp_path / "my_training.py").write_text(f"{script}print('processes', trainer.args.world_size)\n")
+    (tmp_path / "my.txt").write_bytes(SAMPLE_TEXT.read_bytes()[:5000])
+    assert launch("my_training.py", launcher, tmp_path).stdout.count("processes 2") == 2
 
 
 def test_output_that_nobody_reads_is_no_traceback(folder):

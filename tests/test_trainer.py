@@ -686,6 +686,14 @@ class TestRefusals:
             XLTrainer(make_model(**fields), arguments(tmp_path, mem_len_schedule=schedule), train_dataset=blocks_of(2))
         assert str(caught.value).startswith(f"mem_len_schedule={schedule}: ")
 
+    def test_processes_that_do_not_know_of_each_other(self, tmp_path, monkeypatch):
+        """As torchrun starts them on CPUs, where Accelerate joins them only if it is told to."""
+        settings = arguments(tmp_path)
+        settings.device  # noqa: B018 (looks at the environment once)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(InputError, match=r"WORLD_SIZE=2 .* would train alone; on CPUs set use_cpu=True"):
+            XLTrainer(make_model(), settings, train_dataset=blocks_of(2))
+
     @pytest.mark.parametrize("settings", [{"max_steps": 2}, {"num_train_epochs": 1}], ids=str)
     def test_a_text_too_short(self, settings, tmp_path):
         with pytest.raises(InputError, match="3 tokens are too few for 3 stream"):
