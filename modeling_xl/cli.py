@@ -342,11 +342,13 @@ def _train(args: argparse.Namespace) -> None:
     model = pretrained_model(args.weights, config, tokenizer) if args.weights else new_model(config, tokenizer, settings.seed)
     checkpoints = Path(f"{Path(args.output_dir)}.checkpoints") if settings.save_steps else None
     result = train(model, corpus, settings, tokenizer, progress=True, checkpoints=checkpoints)
+    if PartialState().is_main_process:
+        save(model, tokenizer, args.output_dir, args.overwrite)
+        if checkpoints is not None:
+            shutil.rmtree(checkpoints)
+    PartialState().wait_for_everyone()  # a launcher that sees one of them fail as it ends would end the others
     if not PartialState().is_main_process:
         return
-    save(model, tokenizer, args.output_dir, args.overwrite)
-    if checkpoints is not None:
-        shutil.rmtree(checkpoints)
     number = PartialState().num_processes
     processes = f" by {number} processes" if number > 1 else ""
     print(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
@@ -238,12 +237,12 @@ def train(
     if settings.save_steps and checkpoints is None:
         raise InputError(f"save_steps={settings.save_steps}: name a folder for the checkpoints, or leave it out")
     corpus = as_corpus(tokens)
-    if checkpoints is not None:
-        _check_same_run(Path(checkpoints), model, corpus, settings)
     begin = time.perf_counter()
     bytes_per_token = _num_bytes(corpus, tokenizer or byte_tokenizer()) / len(corpus)
     with tempfile.TemporaryDirectory() as unused:  # Trainer makes its output folder even if nothing goes there
         arguments = settings.arguments(checkpoints or unused)
+        if checkpoints is not None:
+            _check_same_run(Path(checkpoints), model, corpus, settings, arguments)
         progress_bar = _Progress(bytes_per_token, description, progress)
         trainer = XLTrainer(model, arguments, train_dataset=corpus, callbacks=[progress_bar])
         trainer.remove_callback(PrinterCallback)
@@ -257,7 +256,14 @@ def train(
     # Mixed precision wraps the forward pass.
     trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     num_bytes = round(trainer.num_targets * arguments.world_size * bytes_per_token)
-    return TrainingResult(num_steps, num_bytes, progress_bar.bits_per_byte, time.perf_counter() - begin)
+    last_logs = next((logs for logs in reversed(trainer.state.log_history) if "loss" in logs), {"loss": math.nan})
+    bits_per_byte = _text_loss(last_logs) / math.log(2) / bytes_per_token
+    return TrainingResult(num_steps, num_bytes, bits_per_byte, time.perf_counter() - begin)
+
+
+def _text_loss(logs: dict[str, float]) -> float:
+    """Nats per token of the text: the memory's own loss left out."""
+    return logs["loss"] - logs.get("aux_loss", 0.0)
 
 
 def _num_bytes(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -269,7 +275,9 @@ def _num_bytes(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
     return extent.num_bytes
 
 
-def _check_same_run(checkpoints: Path, model: PreTrainedModel, corpus: Corpus, settings: TrainingSettings) -> None:
+def _check_same_run(
+    checkpoints: Path, model: PreTrainedModel, corpus: Corpus, settings: TrainingSettings, arguments: XLTrainingArguments
+) -> None:
     """Keeps beside the checkpoints what the run is made of, and refuses to go on with those of another."""
     facts = asdict(settings) | settings.others | model.config.to_diff_dict()
     for name in ("save_steps", "others", "transformers_version"):  # these change nothing of what comes out
@@ -279,14 +287,14 @@ def _check_same_run(checkpoints: Path, model: PreTrainedModel, corpus: Corpus, s
     facts |= {"text": [_checksum(corpus.pieces()), documents], "first weights": _checksum(model.parameters())}
     facts = json.loads(json.dumps(facts))  # as they are read again
     path = checkpoints / "run.json"
-    if path.is_file() and last_checkpoint(checkpoints, PartialState().num_processes):
+    if path.is_file() and last_checkpoint(checkpoints, arguments.world_size):
         known = _read_json(path)
         if changed := sorted(name for name in {*facts, *known} if facts.get(name) != known.get(name)):
             raise InputError(
                 f"{checkpoints}: holds checkpoints of a run with other {', '.join(changed)}; give what that had, to go on, or "
                 "remove the folder, to begin anew"
             )
-    elif PartialState().is_main_process:
+    elif arguments.process_index == 0:
         checkpoints.mkdir(parents=True, exist_ok=True)
         write_json(path, facts)
 
@@ -303,7 +311,6 @@ class _Progress(TrainerCallback):
 
     def __init__(self, bytes_per_token: float, description: str, is_shown: bool):
         self.bytes_per_token = bytes_per_token
-        self.bits_per_byte = math.nan
         self.bar = tqdm(desc=description, unit="step", disable=None if is_shown else True)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -317,11 +324,10 @@ class _Progress(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in logs:
             return
-        loss = logs["loss"] - logs.get("aux_loss", 0.0)
+        loss = _text_loss(logs)
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {state.global_step}; lower the learning rate")
-        self.bits_per_byte = loss / math.log(2) / self.bytes_per_token
-        shown = f"{self.bits_per_byte:.3f} bits/byte, {logs['tokens_per_second']:,.0f} tokens/s"
+        shown = f"{loss / math.log(2) / self.bytes_per_token:.3f} bits/byte, {logs['tokens_per_second']:,.0f} tokens/s"
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(state.global_step - self.bar.n)
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerControl, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .cache_xl import XLCache
 from .corpus import Corpus
@@ -287,6 +287,12 @@ class XLTrainer(Trainer):
                 f"{resume_from_checkpoint} is no whole checkpoint of {self.args.world_size} process(es): a run was killed "
                 "while it was written, or ran with another number of processes; take an earlier one."
             )
+        if resume_from_checkpoint and not self.is_fsdp_enabled:
+            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE))
+            if 0 < self.args.max_steps <= state.global_step:  # Trainer would make one step more
+                self._load_from_checkpoint(resume_from_checkpoint)
+                self.state = state
+                return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

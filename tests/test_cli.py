@@ -220,6 +220,22 @@ class TestGoingOn:
         assert train.last_checkpoint(tmp_path / "ended.checkpoints").endswith("checkpoint-5")
         return tmp_path / "ended"
 
+    def test_one_ended_before_it_was_saved_makes_no_step_more(self, capsys, folder, tmp_path, monkeypatch):
+        """Its last checkpoint is of the last step; a rate that does not fall to 0 would show one step more."""
+        command = self.command(folder, tmp_path / "new", "lr_scheduler_type=constant", "--save-steps", 6)
+
+        def end(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "save", end)
+            assert run(capsys, *command)[0] == 130
+        checkpoint = XLForCausalLM.from_pretrained(tmp_path / "new.checkpoints" / "checkpoint-12").state_dict()
+        code, out, _ = run(capsys, *command)
+        assert code == 0 and "trained 12 steps on 0 bytes" in out and "nan" not in out
+        model = XLForCausalLM.from_pretrained(tmp_path / "new").state_dict()
+        assert all(torch.equal(model[name], checkpoint[name]) for name in model)
+
     def test_the_same_command_ends_with_the_same_weights(self, capsys, folder, ended):
         code, out, _ = run(capsys, *self.command(folder, ended, "--save-steps", 4))
         assert code == 0
