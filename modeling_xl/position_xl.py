@@ -74,22 +74,15 @@ class XLPosition(PositionScheme):
     def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
         if distances is None:
             return
-        count = distances.shape[0]
         is_random = self.training and self.dropout.p > 0
-        if context.derived is None or is_random or count > context.derived_limit:
+        if context.derived is None or is_random or distances.shape[0] > context.derived_limit:
             self._sinusoid(distances, context)
             return
-        # Nothing but the distance enters here, so with frozen weights one table serves all calls of a cache. It grows
-        # by doubling, so that a memory that fills up token by token does not project it anew for each token.
+        # Nothing but the distance enters the table, so with frozen weights one serves all calls of a cache.
         key, stamp = ("xl", self.layer_idx), self._stamp(distances.device.type)
-        made_from, table = context.derived.get(key, (None, None))
-        if table is None or made_from != stamp or table.shape[1] < count:
-            size = count if table is None else int(max(count, min(2 * table.shape[1], context.derived_limit)))
-            size = -(-size // TABLE_BLOCK) * TABLE_BLOCK
-            run = torch.arange(size - 1, -1, -1, device=distances.device)
-            table = torch.cat([self._project(part, context) for part in run.split(TABLE_BLOCK)], 1)
-            context.derived[key] = (stamp, table)
-        context.tables["xl table", self.layer_idx] = (distances, table)
+        if key in context.derived and context.derived[key][0] != stamp:
+            del context.derived[key]
+        context.tables["xl table", self.layer_idx] = (distances, stamp)
 
     def encode(self, query, key, query_positions, key_positions, context: PositionContext):
         u, _ = self._biases(context)
@@ -101,8 +94,19 @@ class XLPosition(PositionScheme):
 
     def _table(self, distances, context: PositionContext) -> torch.Tensor:
         """W_R r_d for the distances asked for, (H, K, D)."""
-        prepared, table = context.tables.get(("xl table", self.layer_idx), (None, None))
-        return table[:, table.shape[1] - distances.shape[0] :] if prepared is distances else self._project(distances, context)
+        kept_for, stamp = context.tables.get(("xl table", self.layer_idx), (None, None))
+        if context.derived is None or kept_for is not distances:
+            return self._project(distances, context)
+        count, key = distances.shape[0], ("xl", self.layer_idx)
+        _, table = context.derived.get(key, (None, None))
+        if table is None or table.shape[1] < count:
+            # It grows by doubling, so that a memory that fills up token by token does not project it anew for each token.
+            size = count if table is None else int(max(count, min(2 * table.shape[1], context.derived_limit)))
+            size = -(-size // TABLE_BLOCK) * TABLE_BLOCK
+            run = torch.arange(size - 1, -1, -1, device=distances.device)
+            table = torch.cat([self._project(part, context) for part in run.split(TABLE_BLOCK)], 1)
+            context.derived[key] = (stamp, table)
+        return table[:, table.shape[1] - count :]
 
     def _stamp(self, device_type: str):
         """What a projected table depends on beside distances: which weights, changed how often, in which precision."""
