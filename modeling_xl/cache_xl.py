@@ -45,10 +45,10 @@ class LayerState:
         """The `count` newest rows, oldest first: a view (B, heads, count, size)."""
         return self.rows[name][..., self.end - count : self.end, :]
 
-    def append(self, keep: int, slack: int, dtype: torch.dtype | None = None, **rows: torch.Tensor) -> "LayerState":
+    def append(self, keep: int, has_slack: bool, dtype: torch.dtype | None = None, **rows: torch.Tensor) -> "LayerState":
         """Adds the same number of rows to each tensor; of the rows before, at least the `keep` newest stay readable.
 
-        slack: room for further rows that a new buffer gets. dtype: of the stored rows (None: as given).
+        has_slack: whether a new buffer gets room for further rows. dtype: of the stored rows (None: as given).
         """
         new = next(iter(rows.values())).shape[-2]
         kept = min(self.size, keep)
@@ -61,9 +61,10 @@ class LayerState:
         buffers, end = self.rows, self.end
         if not buffers or not self._has_room(new):
             buffers = {}
+            slack = 64 + keep // 4 if has_slack else 0
             for name, row in rows.items():
                 shape = (*row.shape[:-2], kept + new + slack, row.shape[-1])
-                buffers[name] = torch.zeros(shape, dtype=dtypes[name], device=row.device)
+                buffers[name] = torch.empty(shape, dtype=dtypes[name], device=row.device)
                 if kept:
                     buffers[name][..., :kept, :] = self.last(name, kept)
             end = kept

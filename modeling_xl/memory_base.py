@@ -201,7 +201,7 @@ class RowMemory(MemoryMechanism):
             others = self.rows_beside(hidden_states, key)
             encoded, key = attention.encode(query, key, piece.encode_positions, piece.encode_positions, context)
             keep = int(min(state.size, max(kept, view.past)))
-            state = state.append(keep, 64 + keep // 4, piece.state_dtype, key=key, value=value, **others)
+            state = state.append(keep, True, piece.state_dtype, key=key, value=value, **others)
             if view.past or piece.state_dtype is not None:
                 key = state.last("key", view.past + piece.width).to(query.dtype)
                 value = state.last("value", view.past + piece.width).to(query.dtype)
@@ -246,7 +246,7 @@ class RowMemory(MemoryMechanism):
         if not new:
             return LayerState(fixed=state.fixed)
         rows = hidden_states[:, None, piece.width - new :]
-        return state.append(needed - new, 0, piece.state_dtype, hidden=rows)
+        return state.append(needed - new, False, piece.state_dtype, hidden=rows)
 
     def _begin(self, attention, hidden_states, state: LayerState, piece) -> LayerState:
         """Puts the rows of zeros, where the config asks for them, before the first token of rows that have none yet."""
@@ -265,7 +265,7 @@ class RowMemory(MemoryMechanism):
         if not state.rows:
             batch = hidden_states.shape[0]
             rows = {name: row.expand(batch, -1, -1, -1) for name, row in values.items()}
-            return state.append(0, 64 + size // 4, piece.state_dtype, **rows)
+            return state.append(0, True, piece.state_dtype, **rows)
         return state.fill(piece.fresh, size, **values)
 
     def _view_key(self) -> tuple:

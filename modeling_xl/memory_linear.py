@@ -106,7 +106,7 @@ class LinearAttention(MemoryMechanism):
         if scheme.has_bias and not scheme.decays:
             bias = scheme.bias(query, distances, piece.context)
         if band:
-            state = state.append(past, 64 + band // 4, piece.state_dtype, key=key, value=value)
+            state = state.append(past, True, piece.state_dtype, key=key, value=value)
             key, value = (state.last(name, past + piece.width) for name in ("key", "value"))
         with torch.autocast(query.device.type, enabled=False):
             encoded = self.feature_map.query(encoded.to(dtype))
