@@ -213,7 +213,7 @@ class Bias(Weighing):
         super().__init__(text, dtype)
         self.groups = groups
         # Of the distances F, F - 1, ... 0; one more entry for keys that are not seen.
-        self.table = bias.table.to(dtype)
+        self.table = bias.entries.to(dtype)
         self.queries = None if bias.query is None else bias.query.to(dtype).split(BLOCK, 2)
         self.far = self.table.shape[1] - 1
 

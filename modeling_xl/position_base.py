@@ -35,6 +35,10 @@ def dot_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return queries @ keys.transpose(-1, -2)
 
 
+# Entries of a table that a block of queries reads beyond distance 0, where its first ones see no key.
+SPARE = 127
+
+
 class DistanceBias(NamedTuple):
     """Additive logits that depend on the distance, given as factors so that no (H, Q, K) tensor has to exist.
 
@@ -43,13 +47,19 @@ class DistanceBias(NamedTuple):
 
     query: torch.Tensor | None  # (B, H, Q, D), already scaled
     table: torch.Tensor  # (H, K, D) with a query, (H, K) without; one entry for each distance asked for
+    spare: int = 0  # further entries of the table, at its end, that may be read and mean nothing; `SPARE` spare a copy
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """The table without what is spare."""
+        return self.table[:, : self.table.shape[1] - self.spare]
 
     def by_distance(self) -> torch.Tensor:
         """(B or 1, H, Q or 1, K): column n belongs to the n-th distance asked for."""
         if self.query is None:
             return self.table[None, :, None]  # (1, H, 1, K)
         rows = self.query.transpose(0, 1)  # all rows at once, so that the table is read once
-        found = dot_products(rows.flatten(1, 2), self.table)  # (H, B * Q, K)
+        found = dot_products(rows.flatten(1, 2), self.entries)  # (H, B * Q, K)
         return found.unflatten(1, rows.shape[1:3]).transpose(0, 1)  # (B, H, Q, K)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .position_base import DistanceBias, PositionContext, PositionScheme
+from .position_base import SPARE, DistanceBias, PositionContext, PositionScheme
 
 
 def sinusoid(distances: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -90,23 +90,25 @@ class XLPosition(PositionScheme):
 
     def bias(self, query, distances, context: PositionContext) -> DistanceBias:
         _, v = self._biases(context)
-        return DistanceBias((query + v) * self.head_dim**-0.5, self._table(distances, context))
+        return DistanceBias((query + v) * self.head_dim**-0.5, *self._table(distances, context))
 
-    def _table(self, distances, context: PositionContext) -> torch.Tensor:
-        """W_R r_d for the distances asked for, (H, K, D)."""
+    def _table(self, distances, context: PositionContext) -> tuple[torch.Tensor, int]:
+        """W_R r_d for the distances asked for, (H, K, D), and how many spare entries follow."""
         kept_for, stamp = context.tables.get(("xl table", self.layer_idx), (None, None))
         if context.derived is None or kept_for is not distances:
-            return self._project(distances, context)
+            return self._project(distances, context), 0
         count, key = distances.shape[0], ("xl", self.layer_idx)
         _, table = context.derived.get(key, (None, None))
-        if table is None or table.shape[1] < count:
+        size = 0 if table is None else table.shape[1] - SPARE
+        if table is None or size < count:
             # It grows by doubling, so that a memory that fills up token by token does not project it anew for each token.
-            size = count if table is None else int(max(count, min(2 * table.shape[1], context.derived_limit)))
+            size = int(max(count, min(2 * size, context.derived_limit)))
             size = -(-size // TABLE_BLOCK) * TABLE_BLOCK
             run = torch.arange(size - 1, -1, -1, device=distances.device)
-            table = torch.cat([self._project(part, context) for part in run.split(TABLE_BLOCK)], 1)
+            parts = [self._project(part, context) for part in run.split(TABLE_BLOCK)]
+            table = torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], SPARE, parts[0].shape[2])], 1)
             context.derived[key] = (stamp, table)
-        return table[:, table.shape[1] - count :]
+        return table[:, size - count :], SPARE
 
     def _stamp(self, device_type: str):
         """What a projected table depends on beside distances: which weights, changed how often, in which precision."""

@@ -9,20 +9,20 @@ W = S + t - 1.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .position_base import DistanceBias, GatheredDistances, dot_products
+from .position_base import SPARE, DistanceBias, GatheredDistances, dot_products
 
 # The blocked forms are operators, which torch.compile takes as they are: it would copy the buffer that they read by strides.
 # Their names are this module's own, for copies of this file may come from the Hub.
 OPERATORS = __name__.replace(".", "_")
 
-# Queries a block. On CPUs the kernel that reads likes long ones, and the backward pass short ones, which stay in the caches.
-BLOCK = 128
-TRAINED_BLOCK = 64
+# Most queries of a block. On CPUs one block was the fastest up to 128 queries, and blocks of 64 for more.
+BLOCK = SPARE + 1
 
 
 def shift_by_query(by_distance: Tensor, num_queries: int) -> Tensor:
@@ -102,20 +102,32 @@ def plain_attention(query, key, value, bias, mask, scaling: float, dropout: floa
     return output, weights
 
 
+def _blocks(num_queries: int) -> Iterator[tuple[int, int]]:
+    """Bounds of the blocks of queries."""
+    length = BLOCK if num_queries <= BLOCK else max(1, BLOCK // 2)
+    return ((start, min(start + length, num_queries)) for start in range(0, num_queries, length))
+
+
+def _spared(query, table, num_queries: int, num_keys: int):
+    """The table with as many spare entries as blocks of queries read, where there is a query."""
+    missing = min(BLOCK, num_queries) - 1 - (table.shape[1] - num_keys)
+    return table if query is None or missing <= 0 else functional.pad(table, (0, 0, 0, missing))
+
+
 def _skewed(query, table, batch: int, first: int, size: int, start: int, stop: int):
     """The buffer (H, B', t, W) of the block [start, stop) and its shifted view (B', H, t, S).
 
-    query: (H, B, Q, D) contiguous or None. table: (H, K, D) or (H, K); the block sees its columns from `first` on.
+    query: (H, B, Q, D) contiguous or None. table: (H, K + spare, D) or (H, K); the block sees its columns from `first` on.
     """
     heads, length = table.shape[0], stop - start
     width = size + length - 1
-    buffer = table.new_empty(heads, batch, length, width)
     if query is None:
+        buffer = table.new_empty(heads, batch, length, width)
         buffer[..., :size] = table[:, None, None, first:]
     else:
+        # The whole width, for a product into a part of a tensor would go through the heads one by one.
         block = query[:, :, start:stop].reshape(heads, batch * length, -1)
-        target = buffer.view(heads, batch * length, width)[..., :size]
-        torch.bmm(block, table[:, first:].transpose(1, 2), out=target)
+        buffer = torch.bmm(block, table[:, first : first + width].transpose(1, 2)).view(heads, batch, length, width)
     buffer[..., size:] = -math.inf
     strides = (length * width, batch * length * width, width - 1, 1)
     return buffer, buffer.as_strided((batch, heads, length, size), strides, length - 1)
@@ -145,10 +157,10 @@ def _read(
     num_keys = key.shape[2]
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
+    table = _spared(by_head, table, num_queries, num_keys)
     grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
     output = _empty_by_column(query, value)
-    for start in range(0, num_queries, BLOCK):
-        stop = min(start + BLOCK, num_queries)
+    for start, stop in _blocks(num_queries):
         size = num_keys - num_queries + stop
         _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
         _hide(view, mask, start, stop, size)
@@ -209,8 +221,8 @@ def _train(
         rows = 1
     output = torch.empty_like(query)
     log_sum = query.new_empty(batch, heads, num_queries)
-    for start in range(0, num_queries, TRAINED_BLOCK):
-        stop = min(start + TRAINED_BLOCK, num_queries)
+    table = _spared(by_head, table, num_queries, num_keys)
+    for start, stop in _blocks(num_queries):
         size = num_keys - num_queries + stop
         _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
         _hide(view, mask, start, stop, size)
@@ -267,30 +279,31 @@ def _train_backward(
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
     grad_position = None if position is None else torch.empty_like(position)
     grad_table = torch.zeros_like(table)
+    spared = _spared(position, table, num_queries, num_keys)
     flat_key, flat_value = grad_key.view(-1, num_keys, size_of_head), grad_value.view(-1, num_keys, size_of_head)
-    for start in range(0, num_queries, TRAINED_BLOCK):
-        stop = min(start + TRAINED_BLOCK, num_queries)
+    for start, stop in _blocks(num_queries):
         size, length = num_keys - num_queries + stop, stop - start
         first, width = num_keys - size, size + length - 1
-        buffer, view = _skewed(position, table, batch, first, size, start, stop)
+        buffer, view = _skewed(position, spared, batch, first, size, start, stop)
         _hide(view, mask, start, stop, size)
-        weights = buffer.as_strided((heads * batch, length, size), (length * width, width - 1, 1), length - 1)
+        shifted = buffer.as_strided((heads * batch, length, size), (length * width, width - 1, 1), length - 1)
         block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
         block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
-        torch.baddbmm(weights, block_query, block_key.transpose(1, 2), alpha=scaling, out=weights)
+        weights = torch.baddbmm(shifted, block_query, block_key.transpose(1, 2), alpha=scaling)
         weights.sub_(flat(sums[:, :, start:stop])).exp_()
         grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
         if dropout:
             kept = _kept((batch, heads, length, size), dropout, seed, start, weights)
             kept = kept.transpose(0, 1).reshape(heads * batch, length, size)
-            flat_value[:, :size].baddbmm_((weights * kept).transpose(1, 2), block_grad)
+            flat_value[:, :size] += torch.bmm((weights * kept).transpose(1, 2), block_grad)
             grad_weights.mul_(kept)
         else:
-            flat_value[:, :size].baddbmm_(weights.transpose(1, 2), block_grad)
-        # From here on the buffer holds the gradient of the scores, in place of the weights.
-        weights.mul_(grad_weights.sub_(flat(delta[:, :, start:stop])))
-        grad_query[:, :, start:stop] = torch.bmm(weights, block_key).view(heads, batch, length, -1)
-        flat_key[:, :size].baddbmm_(weights.transpose(1, 2), block_query, alpha=scaling)
+            # In a pass of its own: a product that adds to a part of a tensor would go through the heads one by one.
+            flat_value[:, :size] += torch.bmm(weights.transpose(1, 2), block_grad)
+        # From here on the buffer holds the gradient of the scores, in place of their bias.
+        torch.mul(weights, grad_weights.sub_(flat(delta[:, :, start:stop])), out=shifted)
+        grad_query[:, :, start:stop] = torch.bmm(shifted, block_key).view(heads, batch, length, -1)
+        flat_key[:, :size].add_(torch.bmm(shifted.transpose(1, 2), block_query), alpha=scaling)
         if length > 1:
             buffer[..., : length - 1].masked_fill_(_unread(length, buffer.device), 0.0)
         by_distance = buffer[..., :size]
@@ -301,7 +314,7 @@ def _train_backward(
             block_position = position[:, :, start:stop].reshape(heads, batch * length, -1)
             moved = torch.bmm(by_distance, table[:, first:])
             grad_position[:, :, start:stop] = moved.view(heads, batch, length, -1)
-            grad_table[:, first:].baddbmm_(by_distance.transpose(1, 2), block_position)
+            grad_table[:, first:] += torch.bmm(by_distance.transpose(1, 2), block_position)
     grad_query.mul_(scaling)
     if grad_position is None:
         grad_position = query.new_empty(0, 0)

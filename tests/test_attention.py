@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import biggest, ids_for, tiny_model
 
-from modeling_xl.position_base import DistanceBias, PositionContext
+from modeling_xl.position_base import SPARE, DistanceBias, PositionContext
 from modeling_xl.positions import POSITION_SCHEMES
 from modeling_xl.softmax_xl import BLOCK, blocked_attention, plain_attention, shift_by_query, trained_attention
 
@@ -52,6 +52,11 @@ def test_blocked_forms_equal_the_plain_one(product, groups, masked):
     assert biggest(plain_attention(query, key, value, full, mask, 0.3)[0], expected) < 1e-12
     assert biggest(blocked_attention(query, key, value, bias, given, 0.3), expected) < 1e-12
     assert biggest(trained_attention(query, key, value, bias, given, 0.3, 0.0), expected) < 1e-12
+    if product:  # what is spare is never seen
+        nothing = torch.full((H * groups, SPARE, D), math.nan, dtype=torch.float64)
+        spared = DistanceBias(bias.query, torch.cat([bias.table, nothing], 1), SPARE)
+        assert torch.equal(spared.by_distance(), bias.by_distance())
+        assert biggest(blocked_attention(query, key, value, spared, given, 0.3), expected) < 1e-12
 
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "causal"])
@@ -62,7 +67,7 @@ def test_gradients_of_the_blocked_form(product, dropout, masked):
     query, key, value, bias, mask = inputs(product=product)
     if not masked:
         mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
-    leaves = [t for t in (query, key, value, *bias) if t is not None]
+    leaves = [t for t in (query, key, value, bias.query, bias.table) if t is not None]
     for leaf in leaves:
         leaf.requires_grad_()
     weight = torch.randn(B, H, Q, D, dtype=torch.float64)

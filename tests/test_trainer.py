@@ -468,10 +468,10 @@ class TestEvaluation:
         assert found["eval_bits_per_byte"] == pytest.approx(found["eval_loss"] * 8 / math.log(2) / 6)
 
     def test_best_model_is_loaded_at_the_end(self, tmp_path):
-        """The rate is so large after the first steps that the loss rises again."""
+        """The rate is so large that the loss rises from the first evaluation on."""
         settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 8}
         settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1}
-        settings |= {"learning_rate": 0.3, "lr_scheduler_type": "constant"}
+        settings |= {"learning_rate": 1.0, "lr_scheduler_type": "constant"}
         held_out = text(90, seed=1)
         trainer = run(tmp_path, blocks_of(9), eval_dataset=held_out, **settings)
         shown = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
