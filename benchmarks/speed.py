@@ -114,7 +114,7 @@ class Process:
     """`speed_worker.py` in an environment."""
 
     def __init__(self, python: Path | str, threads: int):
-        variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+        variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         variables |= {"TRUST_REMOTE_CODE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
         worker = Path(__file__).with_name("speed_worker.py")
         self.process = subprocess.Popen(

@@ -24,6 +24,9 @@ WIDTH, HEADS, VOCAB = 512, 8, 256
 INNER, GATED_INNER = 2048, 1376
 SEGMENT = 128  # of decoding
 
+# Where and in what the models are made; `gpu.py` changes them.
+DEVICE, DTYPE = torch.device("cpu"), torch.float32
+
 Step = Callable[[], int]
 
 
@@ -43,7 +46,11 @@ def build(candidate: str, **case: Any) -> Step:
 
 
 def some_ids(*shape: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, shape)
+    return torch.randint(0, VOCAB, shape, device=DEVICE)
+
+
+def some_rows(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
 def trained(model: torch.nn.Module, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], case: Case) -> Step:
@@ -105,7 +112,7 @@ def modeling_xl(position: str, memory: str, case: Case) -> Step:
         mem_len=rows,
         **fields,
     )
-    model = XLForCausalLM(config)
+    model = XLForCausalLM(config).to(DEVICE, DTYPE)
     cache = XLCache(config, form="hidden" if case.kind == "train" else None)
     if case.kind != "prefill":
         seen = case.memory if slots is None else rows + slots * config.compression_rate
@@ -133,7 +140,7 @@ def llama(case: Case, static: bool = False) -> Step:
         max_position_embeddings=2**18,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(DEVICE, DTYPE)
     if case.kind == "window":
         model.eval()
         window = some_ids(1, case.memory)
@@ -149,7 +156,7 @@ def llama(case: Case, static: bool = False) -> Step:
     if case.kind == "train" and not case.memory:
         return trained(model, lambda ids, targets: cross_entropy(model(ids, use_cache=False).logits, targets), case)
     past = case.memory + (SEGMENT // 2 if case.kind == "decode" else 0)
-    rows = [torch.randn(2, case.batch, HEADS, past, WIDTH // HEADS) for _ in range(case.layers)]
+    rows = [some_rows(2, case.batch, HEADS, past, WIDTH // HEADS) for _ in range(case.layers)]
 
     def filled() -> DynamicCache:
         cache = DynamicCache()
@@ -195,8 +202,8 @@ def attention(biased: bool) -> Callable[[Case], Step]:
 
         has_gradient = case.kind == "attend_train"
         shape = (case.batch, HEADS, case.tokens, WIDTH // HEADS)
-        query, key, value, position_query = (torch.randn(shape, requires_grad=has_gradient) for _ in range(4))
-        table = torch.randn(HEADS, case.tokens, WIDTH // HEADS, requires_grad=has_gradient)
+        query, key, value, position_query = (some_rows(*shape).requires_grad_(has_gradient) for _ in range(4))
+        table = some_rows(HEADS, case.tokens, WIDTH // HEADS).requires_grad_(has_gradient)
         scaling = (WIDTH // HEADS) ** -0.5
 
         def step() -> int:

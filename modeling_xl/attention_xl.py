@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .feedforward_xl import XLRMSNorm
+from .few_rows_xl import apply_linear, is_plain
 from .memories import MEMORY_MECHANISMS
 from .positions import POSITION_SCHEMES
 from .softmax_xl import (
@@ -57,11 +58,11 @@ class XLAttention(nn.Module):
     def forward(self, hidden_states, memory_state, piece):
         """hidden_states (B, t, E) -> output (B, t, E), and the rest of what the memory returns."""
         output, *others = self.memory.attend(self, hidden_states, memory_state, piece)
-        return self.o_proj(output), *others
+        return apply_linear(self.o_proj, output), *others
 
     def project(self, hidden_states):
         """Queries (B, H, t, D), keys and values (B, heads, t, D) of the piece, not encoded."""
-        heads = self._heads(self.qkv_proj(self.norm(hidden_states)))
+        heads = self._heads(apply_linear(self.qkv_proj, self.norm(hidden_states)))
         query, key, value = heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], 1)
         if self.q_norm is None or self.k_norm is None:
             return query, key, value
@@ -194,15 +195,6 @@ def _frozen(module: nn.Module, states):
     """The module's output, as if none of its parameters were trained."""
     held = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
     return functional_call(module, held, (states,))
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether a Linear computes with nothing but its weight and bias, so that a part of them gives a part of its output.
-
-    Adapters, quantisation, parametrisation and offloading replace the class, the weight's class, the method, or hook in.
-    """
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked
 
 
 def _no_such_interface(*args, **kwargs):

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from .few_rows_xl import apply_linear
+
 
 class XLRMSNorm(nn.Module):
     """x / rms(x) * weight, statistics in float32 at least (Zhang and Sennrich 2019)."""
@@ -56,7 +58,9 @@ class XLFeedForward(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden_states):
-        inner = self.up_proj(hidden_states)
+        inner = apply_linear(self.up_proj, hidden_states)
         if self.gate_proj is None:
-            return self.down_proj(self.dropout(self.activation(inner)))
-        return self.down_proj(self.dropout(self.activation(self.gate_proj(hidden_states)) * inner))
+            inner = self.activation(inner)
+        else:
+            inner = self.activation(apply_linear(self.gate_proj, hidden_states)) * inner
+        return apply_linear(self.down_proj, self.dropout(inner))

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization as init
 
+from .few_rows_xl import linear
+
 
 def cluster_edges(config) -> list[int]:
     """First id of each cluster, and the vocabulary's size."""
@@ -87,7 +89,7 @@ class OutputTable(nn.Module):
 
     def forward(self, states, first: int, last: int):
         bias = None if self.bias is None else self.bias[first:last]
-        return functional.linear(states, self.weight[first:last], bias)
+        return linear(states, self.weight[first:last], bias)
 
 
 class XLHead(nn.Module):

@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple, logging
 from .cache_xl import LayerState, XLCache
 from .configuration_xl import XLConfig
 from .feedforward_xl import make_norm
+from .few_rows_xl import apply_linear
 from .generation_xl import XLGenerationMixin, accepts_cache_aliases, check_cache
 from .grid_xl import CallPlan, Packing, Piece, plan_call
 from .head_xl import Projection, XLHead, make_embedding, make_head, resized_embedding, tied_weights
@@ -515,7 +516,7 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if logits is None:
             if loss is None or not self.training:
-                logits = head(hidden_states[:, keep])
+                logits = apply_linear(head, hidden_states[:, keep])
         elif keep != slice(0, None):  # FSDP warns of outputs that are views
             logits = logits[:, keep]
         return XLCausalLMOutput(

@@ -21,6 +21,7 @@ ORDER = [
     {"configuration_xl", "generation_xl", "grid_xl", "head_xl", "layer_xl"},
     {"attention_xl"},
     {"feedforward_xl"},
+    {"few_rows_xl"},
     {"positions", "memories", "softmax_xl"},
     {"position_*", "memory_*"},
     {"compression_xl", "feature_maps_xl", "linear_xl"},
