@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Threads that wait spin by default, and on a machine with other work to do that makes small steps ten times slower.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-slow lint types format clean
+.PHONY: demo test test-slow bench lint types format clean
 
 demo: $(READY)
 	$(BIN)/python -m modeling_xl.demo --output-dir demo_output
@@ -23,6 +23,11 @@ test: $(READY)
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(JOBS) $(ARGS)
+
+# About an hour on two quiet cores. What other packages need is installed beside it, in bench_output/peers; it goes on where it ended.
+bench: $(READY)
+	$(BIN)/python benchmarks/speed.py --output-dir bench_output
+	$(BIN)/python benchmarks/long_stream.py --tokens 1000000 --mem-len 1600 --call 128
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -36,7 +41,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo_output bench_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch alone and first: a wider request may choose another build of it, with gigabytes of CUDA libraries.

@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "attention, trained": {"kind": "attend_train", "tokens": 2048},
 }
 TABLE_9 = (800, 1800, 2800, 3800)
+SETTINGS = ("onednn", "bfloat16", "compile")
 LEAST_SECONDS = 0.05  # a sample repeats shorter steps
 
 
@@ -100,6 +101,9 @@ def comparisons() -> Iterator[Comparison]:
     yield from against("decode 100k", *sums, "llama_static")
     for row, slot in zip(rows, slots, strict=True):
         yield from against("train, 512 keys", slot, reference=row)
+    for name in ("train", "read 3800", "decode 3800"):
+        for setting in SETTINGS:
+            yield Comparison(f"{name}, settings", "xl-recurrence", CASES[name], f"xl-recurrence+{setting}", CASES[name])
     for name in ("attention", "attention, trained"):
         yield from against(name, "attention_xl", reference="attention")
     for length in TABLE_9:
@@ -113,17 +117,20 @@ def comparisons() -> Iterator[Comparison]:
 class Process:
     """`speed_worker.py` in an environment."""
 
-    def __init__(self, python: Path | str, threads: int):
-        variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    def __init__(self, python: Path | str, options: argparse.Namespace):
+        variables = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         variables |= {"TRUST_REMOTE_CODE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        if options.metric == "cpu":  # threads that wait would count
+            variables["OMP_WAIT_POLICY"] = "PASSIVE"
         worker = Path(__file__).with_name("speed_worker.py")
         self.process = subprocess.Popen(
-            [python, worker, str(threads)],
+            [python, worker, str(options.threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=os.environ | variables,
+            env=inherited | variables,
         )
 
     def ask(self, **question: Any) -> dict[str, Any]:
@@ -145,7 +152,7 @@ class Process:
 
 def compare(comparison: Comparison, pythons: tuple[Path | str, Path | str], options: argparse.Namespace) -> dict[str, Any]:
     """The ratio of speeds, seconds a token of both, and their peaks. Fresh processes, whose memory is their own."""
-    sides = [Process(python, options.threads) for python in pythons]
+    sides = [Process(python, options) for python in pythons]
     try:
         named = ((comparison.reference, comparison.reference_case), (comparison.candidate, comparison.candidate_case))
         for side, (name, case) in zip(sides, named, strict=True):

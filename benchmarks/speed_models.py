@@ -40,9 +40,24 @@ class Case(NamedTuple):
 
 
 def build(candidate: str, **case: Any) -> Step:
-    """The step of a candidate: `llama`, a peer, or `<position_type>-<memory_type>` of this package."""
+    """The step of a candidate: `llama`, a peer, or `<position_type>-<memory_type>` of this package.
+
+    `+<setting>` behind the latter is one of PyTorch's: `onednn` lets oneDNN do products of float32, `bfloat16` is autocast,
+    `compile` is torch.compile.
+    """
     make = BUILDERS.get(candidate)
-    return make(Case(**case)) if make else modeling_xl(*candidate.split("-"), Case(**case))
+    if make:
+        return make(Case(**case))
+    name, _, setting = candidate.partition("+")
+    if setting == "onednn":
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    step = modeling_xl(*name.split("-"), Case(**case), is_compiled=setting == "compile")
+
+    def in_bfloat16() -> int:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step()
+
+    return in_bfloat16 if setting == "bfloat16" else step
 
 
 def some_ids(*shape: int) -> torch.Tensor:
@@ -85,7 +100,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def modeling_xl(position: str, memory: str, case: Case) -> Step:
+def modeling_xl(position: str, memory: str, case: Case, is_compiled: bool = False) -> Step:
     """This package. Compressive memory has half of M as slots, so that a query attends to as many keys."""
     from modeling_xl import XLCache, XLConfig, XLForCausalLM
 
@@ -119,6 +134,8 @@ def modeling_xl(position: str, memory: str, case: Case) -> Step:
         with torch.no_grad():
             for _ in range(-(-seen // segment)):
                 model(some_ids(case.batch, segment), cache=cache, logits_to_keep=1)
+    if is_compiled:
+        model.compile()
     if case.kind == "train":
         return trained(model, lambda ids, targets: model(ids, labels=targets, shift_labels=targets, cache=cache).loss, case)
     if case.kind == "prefill":

@@ -340,3 +340,14 @@ def blockwise(query, key, value, state, text: Text, weigh: Weighing):
             output, state = step(*inputs)
         outputs.append(output)
     return torch.cat(outputs, 3).flatten(1, 2), state
+
+
+def normalisers(query, key, norm, text: Text, weigh: Weighing):
+    """Σ_j w_ij query_i . key_j, (B, H, t, 1), and the sum of keys after the piece, (B, G, F); norm (B, G, F): before it."""
+    if type(weigh) is Weighing and text.has_one_pattern and not text.band:  # every weight is 1
+        sums = norm[:, :, None] + key.cumsum(2)
+        by_group = query.unflatten(1, (key.shape[1], -1))
+        return (by_group * sums[:, :, None]).sum(-1, keepdim=True).flatten(1, 2), sums[:, :, -1].clone()
+    ones = key.new_ones(*key.shape[:3], 1)
+    total, norm = blockwise(query, key, ones, norm[..., None], text, weigh)
+    return total, norm[..., 0]

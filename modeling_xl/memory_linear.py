@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from .cache_xl import LayerState
 from .feature_maps_xl import FEATURE_MAPS, make_feature_map
-from .linear_xl import Bias, Decay, Text, Weighing, blockwise
+from .linear_xl import Bias, Decay, Text, Weighing, blockwise, normalisers
 from .memory_base import Attended, MemoryMechanism
 
 
@@ -123,9 +123,7 @@ class LinearAttention(MemoryMechanism):
             if turns:
                 turned_query, turned_key = attention.encode(encoded, key, places, places, piece.context)
                 output, sums = blockwise(turned_query, turned_key, value, sums, text, weigh)
-                ones = value.new_ones(*value.shape[:3], 1)
-                total, norm = blockwise(encoded, key, ones, norm[..., None], text, weigh)
-                norm = norm[..., 0]
+                total, norm = normalisers(encoded, key, norm, text, weigh)
             else:
                 # The normaliser is one more channel of the values, which are all 1.
                 value = functional.pad(value, (0, 1), value=1.0)
