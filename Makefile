@@ -24,7 +24,7 @@ test: $(READY)
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(JOBS) $(ARGS)
 
-# About an hour on two quiet cores. What other packages need is installed beside it, in bench_output/peers; it goes on where it ended.
+# About an hour and a half on two quiet cores; it goes on where it ended. Other packages get an environment in bench_output/peers.
 bench: $(READY)
 	$(BIN)/python benchmarks/speed.py --output-dir bench_output
 	$(BIN)/python benchmarks/long_stream.py --tokens 1000000 --mem-len 1600 --call 128

@@ -41,7 +41,7 @@ def _are_few(states: torch.Tensor) -> bool:
         not torch.is_grad_enabled()
         and states.device.type == "cpu"
         and states.dtype == torch.float32
-        and states.numel() <= MOST_ROWS * states.shape[-1]
+        and 0 < states.numel() <= MOST_ROWS * states.shape[-1]
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()  # the compiler chooses by itself
     )

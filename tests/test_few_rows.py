@@ -37,6 +37,7 @@ def test_other_layers_are_called(by_parts):
     apply_linear(layer, states)  # gradient
     with torch.no_grad():
         apply_linear(layer, torch.randn(MOST_ROWS + 1, 6))
+        assert apply_linear(layer, torch.randn(0, 6)).shape == linear(torch.randn(0, 6), layer.weight, None).shape == (0, 8)
         apply_linear(nn.Linear(6, 8).double(), states.double())
         with torch.autocast("cpu"):
             assert apply_linear(layer, states).dtype == torch.bfloat16
