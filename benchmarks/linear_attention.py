@@ -63,7 +63,7 @@ def linear(position: str, feature_map: str, length: int):
             bptt_segments=0,
             needs_row_lines=False,
             kept_rows=0,
-            undo=0,
+            undo_limit=0,
             context=model._position_context(cache),
             wants_weights=False,
             wants_aux_loss=False,

@@ -4,6 +4,7 @@ runs as a whole. No tensor of the model is computed here; all of it is integer a
 Legend: B rows of the batch, T columns of the call, t columns of a piece, U kept tokens a piece looks back to.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -115,8 +116,9 @@ class CallPlan:
     next_position_id: torch.Tensor
     position_shift: torch.Tensor
     row_positions: torch.Tensor | None
+    undo_limit: float  # tokens that can be taken back afterwards
 
-    def write(self, cache: XLCache, columns: int, undo_limit: float) -> None:
+    def write(self, cache: XLCache, columns: int) -> None:
         """Moves the counters of `cache` to the end of the call."""
         if self.row_positions is not None:
             self.row_positions = self.row_positions[:, max(0, self.row_positions.shape[1] - cache.most_rows()) :]
@@ -126,7 +128,7 @@ class CallPlan:
         cache.next_position_id, cache.position_shift = self.next_position_id, self.position_shift
         cache.row_positions = self.row_positions
         cache.columns += columns
-        cache.undoable = int(min(cache.undoable + columns, undo_limit))
+        cache.undoable = int(min(cache.undoable + columns, self.undo_limit))
 
 
 def plan_call(
@@ -140,7 +142,7 @@ def plan_call(
     bptt_segments: int,
     needs_row_lines: bool,
     kept_rows: int,
-    undo: int,
+    undo_limit: float,
     context: PositionContext,
     wants_weights: bool,
     wants_aux_loss: bool,
@@ -205,7 +207,7 @@ def plan_call(
                 mem_len=cache.mem_len,
                 form=cache.form or "key_value",
                 state_dtype=cache.dtype,
-                undo=undo,
+                undo=int(undo_limit) if math.isfinite(undo_limit) else 0,
                 history=None if history is None else history[:, : history.shape[1] - width + stop],
                 context=replace(context, tables={}),
                 wants_weights=wants_weights,
@@ -226,6 +228,7 @@ def plan_call(
         next_position_id=next_id,
         position_shift=last_real(shift, cache.position_shift),
         row_positions=row_positions,
+        undo_limit=undo_limit,
     )
 
 

@@ -116,7 +116,7 @@ class RowView:
     """What the layers with the same mechanism share about a piece.
 
     past: U. mask (B or 1, 1, t, K), true where visible; None: causal, the newest key under the last query.
-    distances (K,) falling to 0, of the last query; gather_distances (B or 1, t, K) where positions are irregular, else None.
+    distances (K,) falling to 0, of the last query; gather_distances (B or 1, t, K) in their place, or None.
     needed: kept tokens that the next token will look back to, for the row that needs most.
     """
 
@@ -300,10 +300,6 @@ class RowMemory(MemoryMechanism):
             mask = (keys >= lowest[:, :, None]) & (keys <= positions[:, :, None])
             mask = mask[:, None].to(piece.device)
         key_positions = piece.key_positions(past)
-        gather_distances = None
-        if piece.is_irregular:
-            distances = piece.encode_positions[:, :, None] - key_positions[:, None]
-            gather_distances = GatheredDistances.of(distances.clamp(min=0), piece.device)
         after = piece.lengths[:, None]
         needed = (after - oldest(after)).max()
         if config.segment_len is None and type(self).uses_grid:
@@ -312,12 +308,19 @@ class RowMemory(MemoryMechanism):
             past=past,
             mask=mask,
             distances=torch.arange(past + piece.width - 1, -1, -1, device=piece.device),
-            gather_distances=gather_distances,
+            gather_distances=self.gather_distances(piece, key_positions),
             query_positions=piece.encode_positions,
             key_positions=key_positions,
             needed=int(needed),
             sinks=self.view_sinks(oldest(piece.positions), piece) if config.num_sink_tokens else None,
         )
+
+    def gather_distances(self, piece, key_positions) -> GatheredDistances | None:
+        """Distances to keys at `key_positions` (B or 1, K), where they follow no pattern and the scheme asks for any."""
+        if not (piece.is_irregular and self.config.position_scheme.has_bias):
+            return None
+        distances = piece.encode_positions[:, :, None] - key_positions[:, None]
+        return GatheredDistances.of(distances.clamp(min=0), piece.device)
 
     def view_sinks(self, oldest, piece, between: int | torch.Tensor = 0) -> SinkView:
         """Sinks stand in the slots just before the oldest visible key; one that is still visible itself is no sink yet.

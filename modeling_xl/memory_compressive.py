@@ -20,7 +20,6 @@ from torch.nn import functional
 from .cache_xl import LayerState
 from .compression_xl import COMPRESSIONS, Decompression, MostUsed
 from .memory_base import RowMemory, RowView
-from .position_base import GatheredDistances
 
 LOSSES = ("attention", "autoencode")
 
@@ -191,13 +190,11 @@ class Compressive(RowMemory):
             before = kept[:, None] & (first[:, None] >= begins[:, :, None])
             inside = causal & (piece.positions[:, None] >= begins[:, :, None])
             mask = torch.cat([before, inside], 2)[:, None].to(piece.device)
-        key_positions, gather_distances = piece.key_positions(past), None
+        key_positions = piece.key_positions(past)
         if piece.is_irregular:
             oldest = key_positions.gather(1, (past - rows).clamp(0, past + width - 1))
             slot = oldest - 1 - (age - rows)
             key_positions = torch.cat([torch.where(age < rows, key_positions[:, :past], slot), key_positions[:, past:]], 1)
-            distances = piece.encode_positions[:, :, None] - key_positions[:, None]
-            gather_distances = GatheredDistances.of(distances.clamp(min=0), piece.device)
         sinks = None
         if config.num_sink_tokens:
             oldest = self._evicted(config, piece.mem_len, segments) - self._zeros(config, piece.mem_len)
@@ -206,7 +203,7 @@ class Compressive(RowMemory):
             past=past,
             mask=mask,
             distances=torch.arange(past + width - 1, -1, -1, device=piece.device),
-            gather_distances=gather_distances,
+            gather_distances=self.gather_distances(piece, key_positions),
             query_positions=piece.encode_positions,
             key_positions=key_positions,
             needed=int((rows + slots).max()) + width,

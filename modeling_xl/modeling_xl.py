@@ -229,7 +229,6 @@ class XLModel(XLPreTrainedModel):
         """None where all columns are pads."""
         if not packing.width:
             return None
-        undo_limit = self._undo_limit(work, packing.real.shape[1])
         # Asked here: where layers are checkpointed, gradient may be off while they run.
         learns = self.training and torch.is_grad_enabled()
         plan = plan_call(
@@ -243,7 +242,7 @@ class XLModel(XLPreTrainedModel):
             bptt_segments=self.config.bptt_segments,
             needs_row_lines=torch.is_grad_enabled() or any(m.needs_row_lines for m in self._mechanisms),
             kept_rows=int(max((n for n in self._kept_rows(work) if math.isfinite(n)), default=0)),
-            undo=int(undo_limit) if math.isfinite(undo_limit) else 0,
+            undo_limit=self._undo_limit(work, packing.real.shape[1]),
             context=self._position_context(work),
             wants_weights=bool(output_attentions),
             wants_aux_loss=learns,
@@ -274,7 +273,7 @@ class XLModel(XLPreTrainedModel):
         if plan is None:
             work.columns += columns
         else:
-            plan.write(work, columns, self._undo_limit(work, columns))
+            plan.write(work, columns)
         use_cache = self._setting("use_cache", use_cache)
         if use_cache:
             if cache is not None and plan is not None:

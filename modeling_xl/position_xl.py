@@ -104,11 +104,18 @@ class XLPosition(PositionScheme):
             # It grows by doubling, so that a memory that fills up token by token does not project it anew for each token.
             size = int(max(count, min(2 * size, context.derived_limit)))
             size = -(-size // TABLE_BLOCK) * TABLE_BLOCK
-            run = torch.arange(size - 1, -1, -1, device=distances.device)
-            parts = [self._project(part, context) for part in run.split(TABLE_BLOCK)]
+            parts = [self._project(part, context) for part in self._run(size, distances.device, context)]
             table = torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], SPARE, parts[0].shape[2])], 1)
             context.derived[key] = (stamp, table)
         return table[:, size - count :], SPARE
+
+    @staticmethod
+    def _run(size: int, device, context: PositionContext) -> tuple[torch.Tensor, ...]:
+        """size - 1 ... 0 in parts, the same tensors for all layers, so that these share the sinusoids."""
+        key = ("xl run", size)
+        if key not in context.tables:
+            context.tables[key] = torch.arange(size - 1, -1, -1, device=device).split(TABLE_BLOCK)
+        return context.tables[key]
 
     def _stamp(self, device_type: str):
         """What a projected table depends on beside distances: which weights, changed how often, in which precision."""

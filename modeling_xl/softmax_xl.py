@@ -133,9 +133,16 @@ def _skewed(query, table, batch: int, first: int, size: int, start: int, stop: i
     return buffer, buffer.as_strided((batch, heads, length, size), strides, length - 1)
 
 
-def _hide(view: Tensor, mask, start: int, stop: int, size: int) -> None:
-    if mask is not None:
-        view.masked_fill_(~mask[:, :, start:stop, :size], -math.inf)
+def _biased_blocks(query, table, mask, batch: int, num_queries: int, num_keys: int) -> Iterator[tuple]:
+    """Of each block of queries its bounds, the number S of keys it meets, and the buffer and view of its bias (`_skewed`),
+    -inf where the mask (B' or 1, 1, Q, K) hides."""
+    table = _spared(query, table, num_queries, num_keys)
+    for start, stop in _blocks(num_queries):
+        size = num_keys - num_queries + stop
+        buffer, view = _skewed(query, table, batch, num_keys - size, size, start, stop)
+        if mask is not None:
+            view.masked_fill_(~mask[:, :, start:stop, :size], -math.inf)
+        yield start, stop, size, buffer, view
 
 
 def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: float) -> Tensor:
@@ -146,7 +153,7 @@ def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: floa
         dtype = torch.promote_types(position_query.dtype, table.dtype)
         position_query, table = position_query.to(dtype), table.to(dtype)
     output = _read(query, key, value, position_query, table, mask, scaling)  # (B, Q, H, D)
-    return output.transpose(1, 2)
+    return zero_unseeing(output.transpose(1, 2), mask)
 
 
 @torch.library.custom_op(f"{OPERATORS}::read", mutates_args=())
@@ -157,23 +164,15 @@ def _read(
     num_keys = key.shape[2]
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
-    table = _spared(by_head, table, num_queries, num_keys)
     grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
     output = _empty_by_column(query, value)
-    for start, stop in _blocks(num_queries):
-        size = num_keys - num_queries + stop
-        _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
-        _hide(view, mask, start, stop, size)
+    for start, stop, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, num_keys):
         if query.device.type != "cpu":
             view = view.contiguous()  # kernels on accelerators want aligned rows
         block = functional.scaled_dot_product_attention(
             query[:, :, start:stop], key[:, :, :size], value[:, :, :size], attn_mask=view, scale=scaling, **grouped
         )
         output[:, start:stop] = block.transpose(1, 2)
-    if mask is not None:
-        sees = mask.any(-1).transpose(1, 2)[..., None]  # (B or 1, Q, 1, 1)
-        if not bool(sees.all()):
-            output.masked_fill_(~sees, 0.0)
     return output
 
 
@@ -221,11 +220,7 @@ def _train(
         rows = 1
     output = torch.empty_like(query)
     log_sum = query.new_empty(batch, heads, num_queries)
-    table = _spared(by_head, table, num_queries, num_keys)
-    for start, stop in _blocks(num_queries):
-        size = num_keys - num_queries + stop
-        _, view = _skewed(by_head, table, rows, num_keys - size, size, start, stop)
-        _hide(view, mask, start, stop, size)
+    for start, stop, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, num_keys):
         queries, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
         if kernel is not None:
             block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
@@ -279,13 +274,9 @@ def _train_backward(
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
     grad_position = None if position is None else torch.empty_like(position)
     grad_table = torch.zeros_like(table)
-    spared = _spared(position, table, num_queries, num_keys)
     flat_key, flat_value = grad_key.view(-1, num_keys, size_of_head), grad_value.view(-1, num_keys, size_of_head)
-    for start, stop in _blocks(num_queries):
-        size, length = num_keys - num_queries + stop, stop - start
-        first, width = num_keys - size, size + length - 1
-        buffer, view = _skewed(position, spared, batch, first, size, start, stop)
-        _hide(view, mask, start, stop, size)
+    for start, stop, size, buffer, _ in _biased_blocks(position, table, mask, batch, num_queries, num_keys):
+        first, length, width = num_keys - size, stop - start, buffer.shape[3]
         shifted = buffer.as_strided((heads * batch, length, size), (length * width, width - 1, 1), length - 1)
         block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
         block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
