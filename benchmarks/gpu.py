@@ -22,15 +22,16 @@ from typing import Any
 import speed_models
 import torch
 from results import write_result
-from speed import CASES, SCHEMES
+from speed import CASES
 
 from modeling_xl import XLCache, XLConfig, XLForCausalLM
+from modeling_xl.memories import MEMORY_MECHANISMS
+from modeling_xl.positions import POSITION_SCHEMES
 
-MEMORIES = ("none", "recurrence", "compressive", "linear")
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 LENGTH, SEGMENT, DECODED = 150, 32, 5
 FAST_CASES = ("train", "read 1600", "read 3800", "prefill 2048", "decode 1600", "decode 3800", "train 8192")
-CANDIDATES = [*(f"{scheme}-recurrence" for scheme in SCHEMES), "rope-compressive", "rope-linear", "alibi-linear"]
+CANDIDATES = [*(f"{scheme}-recurrence" for scheme in POSITION_SCHEMES), "rope-compressive", "rope-linear", "alibi-linear"]
 ROUNDS = 5
 
 
@@ -77,8 +78,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def check(device: torch.device) -> list[dict[str, Any]]:
     ids = torch.randint(0, 100, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     results = []
-    for position in SCHEMES:
-        for memory in MEMORIES:
+    for position in POSITION_SCHEMES:
+        for memory in MEMORY_MECHANISMS:
             exact = small_model(position, memory, "eager").double()
             expected = outcome(exact, ids)
             for implementation in ("eager", "sdpa", "flex_attention"):

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import prepare_environment
+from peers import former_classes, former_config, prepare_environment
 from results import digest, read_result, with_hash, write_result
 from torch.nn import functional as F
 
@@ -213,40 +213,10 @@ def transfo_xl(weights: Path) -> tuple[torch.nn.Module, Call]:
     return model, call
 
 
-def former_classes() -> tuple[Any, Any]:
-    """Config and model of the former Transformers, with its one call mended that no PyTorch accepts.
-
-    In double precision it would mask the scores in single; that is mended too.
-    """
-    as_it_is, as_single = torch.Tensor.type_as, torch.Tensor.float
-    torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else as_single(self)
-    torch.Tensor.type_as = lambda self, other=None, dtype=None: self.to(dtype) if other is None else as_it_is(self, other)
-    from transformers.models.deprecated.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
-
-    return TransfoXLConfig, TransfoXLLMHeadModel
-
-
 def make_weights(seed: int, output_dir: Path) -> None:
     """First weights for the first two models, as the former Transformers makes and saves them."""
-    config_class, model_class = former_classes()
-    config = config_class(
-        vocab_size=VOCAB,
-        cutoffs=[],
-        d_model=WIDTH,
-        d_embed=WIDTH,
-        n_head=HEADS,
-        d_head=WIDTH // HEADS,
-        d_inner=INNER["transfo_xl"],
-        n_layer=LAYERS,
-        div_val=1,
-        mem_len=MEMORY,
-        clamp_len=-1,
-        same_length=False,
-        proj_share_all_but_first=False,
-        dropout=0.0,
-        dropatt=0.0,
-        init_std=INIT_STD,
-    )
+    _, model_class = former_classes()
+    config = former_config(VOCAB, WIDTH, HEADS, INNER["transfo_xl"], LAYERS, MEMORY, init_std=INIT_STD)
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=output_dir) as folder:
         model_class(config).save_pretrained(Path(folder) / "model")

@@ -29,7 +29,8 @@ from typing import Any
 from peers import prepare_environment
 from results import read_result, with_hash, write_result
 
-SCHEMES = ("xl", "rope", "alibi", "t5", "none")
+from modeling_xl.positions import POSITION_SCHEMES
+
 PEERS = {
     "torch": "2.13.0",
     "transformers": "4.57.6",
@@ -88,9 +89,9 @@ def comparisons() -> Iterator[Comparison]:
         for candidate in candidates:
             yield Comparison(name, reference, case, candidate, case)
 
-    rows = [f"{scheme}-recurrence" for scheme in SCHEMES]
-    slots = [f"{scheme}-compressive" for scheme in SCHEMES]
-    sums = [f"{scheme}-linear" for scheme in SCHEMES]
+    rows = [f"{scheme}-recurrence" for scheme in POSITION_SCHEMES]
+    slots = [f"{scheme}-compressive" for scheme in POSITION_SCHEMES]
+    sums = [f"{scheme}-linear" for scheme in POSITION_SCHEMES]
     yield from against("train", *rows, *WITH_MEMORY)
     for name in ("read 1600", "read 3800", "decode 1600", "decode 3800"):
         # Where half of what is kept are slots, M is for the others what they hold in all.

@@ -243,27 +243,10 @@ def attention(biased: bool) -> Callable[[Case], Step]:
 
 def transfo_xl(case: Case) -> Step:
     """The former Transformers' Transformer-XL; the call that no version of PyTorch takes is mended."""
-    from quality import former_classes
+    from peers import former_classes, former_config
 
-    config_class, model_class = former_classes()
-    config = config_class(
-        vocab_size=VOCAB,
-        cutoffs=[],
-        d_model=WIDTH,
-        d_embed=WIDTH,
-        n_head=HEADS,
-        d_head=WIDTH // HEADS,
-        d_inner=INNER,
-        div_val=1,
-        n_layer=case.layers,
-        mem_len=case.memory,
-        clamp_len=-1,
-        same_length=False,
-        dropout=0.0,
-        dropatt=0.0,
-        proj_share_all_but_first=False,
-    )
-    model = model_class(config)
+    config = former_config(VOCAB, WIDTH, HEADS, INNER, case.layers, case.memory)
+    model = former_classes()[1](config)
     memory = [torch.randn(case.memory, case.batch, WIDTH) for _ in range(case.layers)]
     if case.kind == "train":
         return trained(model, lambda ids, targets: model(ids, mems=memory, labels=targets).loss, case)
