@@ -20,6 +20,7 @@ from .softmax_xl import (
     blocked_attention,
     causal_mask,
     gather_bias,
+    one_token_attention,
     plain_attention,
     scaled_scores,
     shift_by_query,
@@ -138,8 +139,8 @@ class XLAttention(nn.Module):
 
         plain = implementation == "eager" or wants_weights
         if implementation == "sdpa":
-            # One token: three products are as fast as the kernel and take a bias and sinks as they are. With gradient: the
-            # kernel's slow path is slower than the plain form, and holds the same scores.
+            # One token: blocks are not worth their buffer. With gradient: the kernel's slow path is slower than the plain
+            # form, and holds the same scores.
             plain = plain or (length == 1 and (self.position.has_bias or sinks is not None))
             plain = plain or (has_gradient and (full is not None or sinks is not None))
             if not plain and bias is not None and sinks is None:
@@ -152,6 +153,9 @@ class XLAttention(nn.Module):
             full = shift_by_query(bias.by_distance(), length)
         if mask is None and length > 1:
             mask = causal_mask(length, num_keys, query.device)
+        is_simple = mask is None and sinks is None and not (has_gradient or dropout or wants_weights)
+        if implementation == "sdpa" and length == 1 and is_simple and full is not None and full.dtype == query.dtype:
+            return self._merge(one_token_attention(encoded_query, key, value, full, self.scaling)), None
         if plain:
             output, weights = plain_attention(encoded_query, key, value, full, mask, self.scaling, dropout, sinks)
             return self._merge(output), weights if wants_weights else None

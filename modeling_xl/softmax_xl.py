@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .position_base import SPARE, DistanceBias, GatheredDistances, dot_products
+from .few_rows_xl import dot_products
+from .position_base import SPARE, DistanceBias, GatheredDistances
 
 # The blocked forms are operators, which torch.compile takes as they are: it would copy the buffer that they read by strides.
 # Their names are this module's own, for copies of this file may come from the Hub.
@@ -100,6 +101,12 @@ def plain_attention(query, key, value, bias, mask, scaling: float, dropout: floa
     if sinks is not None:
         output = output + read(weights[..., :num_sinks], sinks[1])
     return output, weights
+
+
+def one_token_attention(query, key, value, bias, scaling: float) -> Tensor:
+    """Attention of one query a row (B, H, 1, D) over keys it all sees, without gradient; bias (B or 1, H, 1, K)."""
+    grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, **grouped)
 
 
 def _blocks(num_queries: int) -> Iterator[tuple[int, int]]:
@@ -191,6 +198,7 @@ def zero_unseeing(output: Tensor, mask) -> Tensor:
     return output if mask is None else output.masked_fill(~mask.any(-1, keepdim=True), 0.0)  # (B or 1, 1, Q, 1)
 
 
+_NOTHING = 1e-30  # of a weight: no float32 sum of weights notices it
 _CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
@@ -227,7 +235,7 @@ def _train(
         else:
             scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling).add_(view)
             sums = scores.logsumexp(-1)
-            weights = scores.sub_(_finite(sums)[..., None]).exp_()
+            weights = _weights(scores, _finite(sums)[..., None], table if by_head is None else None)
             if dropout:
                 weights.mul_(_kept(weights.shape, dropout, seed, start, weights))
             block = weights @ values
@@ -281,7 +289,7 @@ def _train_backward(
         block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
         block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
         weights = torch.baddbmm(shifted, block_query, block_key.transpose(1, 2), alpha=scaling)
-        weights.sub_(flat(sums[:, :, start:stop])).exp_()
+        weights = _weights(weights, flat(sums[:, :, start:stop]), table if position is None else None)
         grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
         if dropout:
             kept = _kept((batch, heads, length, size), dropout, seed, start, weights)
@@ -341,6 +349,18 @@ _train.register_autograd(_backward, setup_context=_keep_for_backward)
 def _finite(sums: Tensor) -> Tensor:
     """The log of an empty sum is -inf; with 0 in its place the weights of a query that sees nothing become exp(-inf)."""
     return sums.masked_fill(sums == -math.inf, 0.0)
+
+
+def _weights(scores: Tensor, sums: Tensor, table: Tensor | None) -> Tensor:
+    """exp(scores - sums), in place. table: biases of distances, where they are all the bias.
+
+    Where it falls as low as ALiBi's, weights below 1e-30 become 0: Intel's processors take a hundred times as long for
+    the subnormal numbers that such weights and their gradients would be.
+    """
+    weights = scores.sub_(sums).exp_()
+    if table is not None and table.device.type == "cpu" and bool(table.min() < math.log(_NOTHING)):
+        functional.threshold_(weights, _NOTHING, 0.0)
+    return weights
 
 
 def _unread(length: int, device) -> Tensor:

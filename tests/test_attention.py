@@ -95,6 +95,19 @@ def test_gradients_of_the_blocked_form(product, dropout, masked):
         assert abs(float(above - below) / 2e-6 - slope) < 1e-5 * max(1.0, abs(slope))  # differences of sums of 7,200 terms
 
 
+def test_a_steep_bias_makes_no_subnormal_numbers():
+    """A bias like ALiBi's, 8 a token: gradients of float32 are those of float64, and none lies below the normal numbers."""
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        leaves = [t.to(dtype).requires_grad_() for t in inputs()[:3]]
+        bias = DistanceBias(None, (-8.0 * torch.arange(K - 1, -1, -1, dtype=dtype)).expand(H, -1))
+        output = trained_attention(*leaves, bias, None, 0.3, 0.0)
+        found[dtype] = torch.autograd.grad((output * torch.linspace(-1, 1, D, dtype=dtype)).sum(), leaves)
+    for exact, grad in zip(found[torch.float64], found[torch.float32], strict=True):
+        assert biggest(exact, grad.double()) < 1e-5 and exact.abs().max() > 0.01
+        assert not ((grad != 0) & (grad.abs() < torch.finfo(torch.float32).tiny)).any()
+
+
 def test_dropout_is_unbiased_and_drawn_anew_for_each_block():
     """Uniform weights over 211 keys: the mean output is the value, and blocks do not repeat one another's pattern."""
     query, key, value = torch.zeros(1, 1, 2 * BLOCK, D), torch.zeros(1, 1, 3 * BLOCK, D), torch.ones(1, 1, 3 * BLOCK, D)

@@ -6,12 +6,13 @@ from helpers import biggest, tiny_model
 from torch import nn
 
 from modeling_xl import XLCache, few_rows_xl
-from modeling_xl.few_rows_xl import MOST_ROWS, apply_linear, linear
+from modeling_xl.few_rows_xl import MOST_ROWS, apply_linear, dot_products, linear
 
 
 @pytest.fixture
 def by_parts(monkeypatch):
-    """Counts how often weights are taken by parts."""
+    """Counts how often weights are taken by parts, as on AMD's processors."""
+    monkeypatch.setattr(few_rows_xl, "VECTORS_ARE_SLOW", True)
     calls, original = [], few_rows_xl._by_parts
     monkeypatch.setattr(few_rows_xl, "_by_parts", lambda *arguments: calls.append(1) or original(*arguments))
     return calls
@@ -30,6 +31,22 @@ def test_equals_the_layer(by_parts, shape, inner, outer, bias):
     assert found.shape == expected.shape and biggest(found.double(), expected) < 1e-6
     assert biggest(linear(states, layer.weight, layer.bias).double(), expected) < 1e-6
     assert len(by_parts) == 2
+
+
+@torch.no_grad()
+def test_where_vectors_are_fast_they_are_left_alone(by_parts, monkeypatch):
+    monkeypatch.setattr(few_rows_xl, "VECTORS_ARE_SLOW", False)
+    layer, states = nn.Linear(6, 8), torch.randn(1, 6)
+    assert torch.equal(apply_linear(layer, states), layer(states))
+    assert by_parts == []
+
+
+@pytest.mark.parametrize("are_slow", [False, True])
+def test_dot_products_of_one_query(monkeypatch, are_slow):
+    """float64: equal but for the order of sums, on every processor."""
+    monkeypatch.setattr(few_rows_xl, "VECTORS_ARE_SLOW", are_slow)
+    queries, keys = (torch.randn(3, 2, n, 5, dtype=torch.float64) for n in (1, 7))
+    assert biggest(dot_products(queries, keys), torch.einsum("bhqd,bhkd->bhqk", queries, keys)) < 1e-12
 
 
 def test_other_layers_are_called(by_parts):

@@ -21,13 +21,12 @@ ORDER = [
     {"configuration_xl", "generation_xl", "grid_xl", "head_xl", "layer_xl"},
     {"attention_xl"},
     {"feedforward_xl"},
-    {"few_rows_xl"},
     {"positions", "memories", "softmax_xl"},
     {"position_*", "memory_*"},
     {"compression_xl", "feature_maps_xl", "linear_xl"},
     {"memory_base"},
     {"position_base"},
-    {"outputs_xl"},
+    {"few_rows_xl", "outputs_xl"},
     {"cache_xl"},
 ]
 TRAVELS = {path.stem for path in PACKAGE.glob("*_xl.py")} | {
