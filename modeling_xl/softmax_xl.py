@@ -359,7 +359,7 @@ def _weights(scores: Tensor, sums: Tensor, table: Tensor | None) -> Tensor:
     """
     weights = scores.sub_(sums).exp_()
     if table is not None and table.device.type == "cpu" and bool(table.min() < math.log(_NOTHING)):
-        functional.threshold_(weights, _NOTHING, 0.0)
+        torch.threshold_(weights, _NOTHING, 0.0)
     return weights
 
 
