@@ -177,6 +177,9 @@ class XLCache(Cache):
 
     The model returns the cache it was handed, changed; a failed call leaves it unchanged. Derived tensors (projected
     distances) belong to the weights that filled them: after a change of weights start a new cache.
+
+    Raises ValueError for a mem_len, dtype or form that cannot be. Used with a model of another kind it raises ValueError that
+    names the first field that differs.
     """
 
     def __init__(self, config, mem_len: int | None = None, dtype: torch.dtype | None = None, form: str | None = None):
@@ -251,6 +254,7 @@ class XLCache(Cache):
         return work
 
     def commit(self, work: "XLCache") -> None:
+        """Takes over what a call made of `working_copy`."""
         self.__dict__.update(work.__dict__)
 
     # What Transformers asks of a cache.
@@ -322,7 +326,11 @@ class XLCache(Cache):
         return self.record_past
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the newest tokens of every row back. tokens_to_remove: minus their number, as Transformers counts."""
+        """Takes the newest tokens of every row back. tokens_to_remove: minus their number, as Transformers counts.
+
+        Raises ValueError where the memory has folded them into its state (`is_croppable`), where rows were not recorded for
+        it (`activate_past_recording`), and behind the beginning of a document.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to take back, as a number <= 0.")
         count = -tokens_to_remove
@@ -355,12 +363,15 @@ class XLCache(Cache):
         self.undoable -= count
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row b becomes what row beam_idx[b] was, (B,), as beam search asks for."""
         self._take(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows only, in this order: numbers (n,), or a boolean mask (B,). `select` leaves the cache as it is."""
         self._take(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, side by side."""
         self._take(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def _take(self, indices: torch.Tensor) -> None:
@@ -380,7 +391,7 @@ class XLCache(Cache):
     # What memory needs.
 
     def reset_rows(self, rows: torch.Tensor) -> None:
-        """Starts the rows again where `rows` (B,) booleans is true: memory, grid and document."""
+        """Starts the rows again where `rows` (B,) booleans is true: memory, grid and document. ValueError for another mask."""
         rows = torch.as_tensor(rows)
         if rows.dtype != torch.bool or rows.shape != (max(self.batch_size, 0),):
             raise ValueError(
@@ -401,7 +412,10 @@ class XLCache(Cache):
             self.row_positions = torch.where(rows[:, None], fresh, self.row_positions)
 
     def select(self, rows) -> "XLCache":
-        """A new cache with the given rows (list of numbers, or boolean mask), in that order."""
+        """A new cache with the given rows (list of numbers, or boolean mask (B,)), in that order; one may be named twice.
+
+        Raises ValueError for a row that there is not, and for none.
+        """
         rows = torch.as_tensor(rows)
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
@@ -419,7 +433,10 @@ class XLCache(Cache):
 
     @staticmethod
     def cat(caches: list["XLCache"]) -> "XLCache":
-        """Joins caches of one model into one batch."""
+        """Joins caches of one model into one batch, row after row. They may have read texts of different lengths.
+
+        Raises ValueError for no cache, and for caches of different models, memory lengths, forms or dtypes.
+        """
         if not caches:
             raise ValueError("XLCache.cat needs at least one cache.")
         first = caches[0]
@@ -607,7 +624,10 @@ class XLCache(Cache):
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes `cache.safetensors` and `cache.json` into the folder; what lay there before stays whole until then."""
+        """Writes `cache.safetensors` and `cache.json` into the folder; what lay there before stays whole until then.
+
+        Rows, counters and settings, and not what is derived from weights. `from_pretrained` reads them.
+        """
         folder = os.fspath(save_directory)
         os.makedirs(folder, exist_ok=True)
         state = self.state_dict()
@@ -631,7 +651,12 @@ class XLCache(Cache):
 
     @classmethod
     def from_pretrained(cls, save_directory: str | os.PathLike, config, dtype: torch.dtype | None = None) -> "XLCache":
-        """Reads a cache saved for a model with this config. Raises ValueError naming the first field that differs."""
+        """Reads a cache saved for a model with this config.
+
+        dtype: what the stored rows must have (None: whatever they have). Raises FileNotFoundError for a folder without a cache, and
+        ValueError for one that is damaged, of another format, or of another kind of model, naming the first field that
+        differs.
+        """
         folder = os.fspath(save_directory)
         path = os.path.join(folder, "cache.safetensors")
         described = os.path.join(folder, "cache.json")

@@ -1,4 +1,4 @@
-"""The command `modeling-xl`: `train`, `evaluate`, `generate` and `convert`.
+"""The command `modeling-xl`: `train`, `evaluate`, `inspect`, `memory`, `generate` and `convert`.
 
 Bad input ends with exit code 2 and one line on stderr, a failure with 1.
 """
@@ -20,6 +20,7 @@ from .cli_texts import add_text_options, check_text_options, read_corpus, read_t
 
 PENDING_FILE = "pending.json"  # beside a saved cache: the ids that the model produced after it and has not read yet
 PROMPT_CHUNK = 4096  # tokens of a prompt read in one call
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -167,6 +168,38 @@ def build_parser() -> argparse.ArgumentParser:
         "--plot", metavar="PNG", help="draw what is asked for: loss by memory length, by position, or the RECL"
     )
 
+    inspect = commands.add_parser(
+        "inspect",
+        help="where a model looks: how much attention falls on memory, and how far back",
+        description="Reads a text as one stream with memory and shows, for each layer, the share of its attention that falls "
+        "on sinks, compressed slots, memory and the query's own segment, and at what distance. Settings not given are the "
+        "model's own.",
+    )
+    inspect.set_defaults(run=_inspect)
+    inspect.add_argument("model", metavar="MODEL", help="folder of a model")
+    inspect.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input, read as it comes")
+    inspect.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment")
+    inspect.add_argument("--mem-len", type=count_or_0, metavar="M", help="tokens of memory")
+    inspect.add_argument("--window", type=count, metavar="W", help="keys a query sees at most, its own included")
+    inspect.add_argument("--json", action="store_true", help="print a JSON object, with the shares of each head")
+    inspect.add_argument("--plot", metavar="PNG", help="draw the shares by layer, by head and by distance")
+
+    memory = commands.add_parser(
+        "memory",
+        help="what a config costs: bytes of cache, reach, parameters, multiply-accumulates a token",
+        description="Counts, without computing a number of the model, what it holds after so many tokens and what the next "
+        "ones cost. Settings not given are the config's own.",
+    )
+    memory.set_defaults(run=_memory)
+    memory.add_argument("config", metavar="CONFIG", help="folder with a config.json, JSON file, or published name")
+    memory.add_argument("--segment-len", type=count, metavar="L", help="tokens a segment")
+    memory.add_argument("--mem-len", type=count_or_0, nargs="+", metavar="M", help="tokens of memory; several compare")
+    memory.add_argument(
+        "--tokens", type=count, nargs="+", default=[1024, 16384], metavar="N", help="text read before (default 1024 16384)"
+    )
+    memory.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and memory (default float32)")
+    memory.add_argument("--json", action="store_true", help="print a JSON list, one object a memory length and text length")
+
     generate = commands.add_parser(
         "generate",
         help="continue a text",
@@ -212,7 +245,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="first tokens that stay attended for ever (default: 4 where a memory is given to a model trained with full "
         "attention)",
     )
-    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the result (default: kept)")
+    convert.add_argument("--dtype", choices=DTYPES, help="of the result (default: kept)")
     convert.add_argument("--settings", metavar="JSON", help="file with config fields that the source's files do not show")
     convert.add_argument(
         "--max-shard-size",
@@ -400,9 +433,7 @@ def _check_evaluate_options(args: argparse.Namespace) -> None:
     one_only |= {"--cache-dir": args.cache_dir is not None}
     others = one_only | {"--batch-size": args.batch_size is not None, "--by-position": args.by_position}
     others |= {"--dataset": args.dataset is not None}
-    is_piped = "-" in (args.files or ())
-    if is_piped and len(args.files) > 1:
-        raise InputError("-: standard input is read alone; leave the other files out")
+    is_piped = _is_piped(args.files or [])
     for given, rule, refused in (
         (args.recl, "--recl measures something else, on text files held in memory", others),
         (is_piped, "standard input is read once, as one stream", one_only | {"--recl": args.recl, "--compare": args.compare}),
@@ -414,8 +445,23 @@ def _check_evaluate_options(args: argparse.Namespace) -> None:
             "--plot draws bits per byte against memory length, or what --by-position or --recl ask for; give several values "
             "to --mem-len, or one of those"
         )
-    if args.plot and not Path(args.plot).absolute().parent.is_dir():
-        raise InputError(f"{args.plot}: its folder does not exist; make it first")
+    _check_plot(args.plot)
+
+
+def _is_piped(files: list[str]) -> bool:
+    """Whether the text is that of standard input."""
+    from .text import InputError
+
+    if "-" in files and len(files) > 1:
+        raise InputError("-: standard input is read alone; leave the other files out")
+    return "-" in files
+
+
+def _check_plot(path: str | None) -> None:
+    from .text import InputError
+
+    if path and not Path(path).absolute().parent.is_dir():
+        raise InputError(f"{path}: its folder does not exist; make it first")
 
 
 def _losses(args: argparse.Namespace, source: str) -> list[Any]:
@@ -479,8 +525,62 @@ def _load_any_model(source: str) -> tuple[Any, Any]:
     return model, _load_tokenizer(source)
 
 
-def _print_json(results: list[dict[str, Any]]) -> None:
+def _print_json(results: Any) -> None:
     print(json.dumps(results, indent=2))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from .corpus import Corpus
+    from .evaluation_report import attention_table, distance_table, plot_attention
+    from .inspection import inspect_attention
+    from .text_pieces import encode_pieces, read_pieces
+
+    is_piped = _is_piped(args.files)
+    _check_plot(args.plot)
+    tokenizer = _tokenizer_of_model(args.model)
+    if is_piped:
+        pieces = encode_pieces(read_pieces(cast(BufferedReader, sys.stdin.buffer)), tokenizer)
+    else:
+        pieces = Corpus.from_files(args.files, tokenizer).pieces()
+    result = inspect_attention(
+        _load_model(args.model, tokenizer),
+        pieces,
+        segment_len=args.segment_len,
+        mem_len=args.mem_len,
+        attention_window=args.window,
+        progress=True,
+    )
+    if args.json:
+        _print_json({"model": args.model, **result.to_dict()})
+    else:
+        print(f"{attention_table(result)}\n\n{distance_table(result)}\n\n{result.settings}")
+        if result.without_weights:
+            print(f"layers without weights (linear attention): {', '.join(map(str, result.without_weights))}")
+    if args.plot:
+        plot_attention(result, args.plot)
+
+
+def _memory(args: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    import torch
+
+    from .costs import count_costs
+    from .evaluate import following_window
+    from .evaluation_report import costs_table
+    from .train import load_config
+
+    found = []
+    for mem_len in args.mem_len or [None]:
+        config, _ = load_config(args.config, segment_len=args.segment_len)
+        if mem_len is not None:
+            window = following_window(config, mem_len)
+            config, _ = load_config(args.config, segment_len=args.segment_len, mem_len=mem_len, attention_window=window)
+        found += [count_costs(config, tokens, getattr(torch, args.dtype)) for tokens in args.tokens]
+    if args.json:
+        _print_json([{"config": args.config, **asdict(costs)} for costs in found])
+    else:
+        print(costs_table(found))
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -291,12 +291,18 @@ def _blocks_of_pieces(pieces: Iterable[torch.Tensor], block_len: int) -> Iterato
         yield Block(rest[None, :-1], None, rest[None, 1:], is_last=True)
 
 
-def _block_len(config: XLConfig, batch_size: int) -> int:
+def segment_len_of(config: XLConfig) -> int:
+    """The segment length; raises InputError where there is none, and so none by which a text could be cut."""
     if config.segment_len is None:
         raise InputError("the model has segment_len=None (every call is one segment); give a segment length")
+    return config.segment_len
+
+
+def _block_len(config: XLConfig, batch_size: int) -> int:
+    segment_len = segment_len_of(config)
     if not carries_memory(config):
-        return config.segment_len
-    return config.segment_len * max(1, MAX_LOGITS // (batch_size * config.vocab_size * config.segment_len))
+        return segment_len
+    return segment_len * max(1, MAX_LOGITS // (batch_size * config.vocab_size * segment_len))
 
 
 def _progress_bar(total: int | None, config: XLConfig, progress: bool) -> tqdm:

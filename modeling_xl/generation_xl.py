@@ -69,6 +69,11 @@ class XLGenerationMixin(GenerationMixin):
         cache: an `XLCache` to continue from, also as past_key_values or mems. By Transformers' rule `inputs` then holds the
         whole text, or new ids with a mask that covers seen and new columns. new_tokens_only: `inputs` holds the new ids
         alone, and a mask, if given, covers just them: the form for streams and sessions.
+
+        Returns what `GenerationMixin.generate` does: ids (B, T + new), `inputs` first. The cache has then read all of them but
+        the last of each row. A cache of one row given to several prompts, beams or return sequences is copied and stays as it
+        was. Raises ValueError where nothing in `inputs` is new, for another `cache_implementation`, and for assisted decoding
+        with a memory that cannot take tokens back.
         """
         kwargs = take_aliases(kwargs)
         cache = kwargs.get("cache")

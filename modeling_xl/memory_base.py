@@ -87,6 +87,11 @@ class MemoryMechanism(nn.Module):
         """Why newest tokens cannot be taken back from a state, or None where they can."""
         return f"memory_type='{cls.name}' folds tokens into its state."
 
+    def slot_positions(self, state: LayerState | None, mem_len: int, position: int) -> torch.Tensor:
+        """Positions of the kept rows that stand for several tokens: for each, oldest first, that of the newest token in it, (n,).
+        state: of a batch of one row, which has read `position` tokens. In the weights these come before all other rows."""
+        return torch.empty(0, dtype=torch.long)
+
     def init_parameters(self, std: float) -> None:
         """(Re-)creates parameters that are not modules of torch, and buffers."""
 

@@ -181,7 +181,9 @@ class Compressive(RowMemory):
             held = held.masked_fill(piece.fillers >= width, 0)
         past = int(held.max())
         age = torch.arange(past - 1, -1, -1)[None]  # 0: the newest row before the piece
-        first = torch.where(age < rows, begin - 1 - age, self._first_of_age(state, piece, age - rows, segments))  # (B, U)
+        first = torch.where(
+            age < rows, begin - 1 - age, self._first_of_age(state, piece.mem_len, age - rows, segments)
+        )  # (B, U)
         kept = age < held[:, None]
         mask = None
         begins = piece.document_start
@@ -210,13 +212,28 @@ class Compressive(RowMemory):
             sinks=sinks,
         )
 
-    def _first_of_age(self, state: LayerState, piece, age, segments):
+    def _first_of_age(self, state: LayerState, mem_len: int, age, segments):
         """Oldest token that reaches a slot, (B, U); age: 0 is the newest slot of the row (others are no slots)."""
         if self.compression.chooses and "place" in state.fixed:
             place = state.fixed["place"].cpu()
             return place.gather(1, (place.shape[1] - 1 - age).clamp(0, place.shape[1] - 1))
-        evicted = self._evicted(self.config, piece.mem_len, segments)
-        return self._first_of_slot(self.config, piece.mem_len, evicted // self.config.compression_rate - 1 - age)
+        evicted = self._evicted(self.config, mem_len, segments)
+        return self._first_of_slot(self.config, mem_len, evicted // self.config.compression_rate - 1 - age)
+
+    def _newest_of_age(self, state: LayerState, mem_len: int, age, segments):
+        """Newest token that reaches a slot; as `_first_of_age`."""
+        if self.compression.chooses:
+            return self._first_of_age(state, mem_len, age, segments)
+        rate = self.config.compression_rate
+        slot = self._evicted(self.config, mem_len, segments) // rate - 1 - age
+        return slot * rate + rate - 1 - self._zeros(self.config, mem_len)
+
+    def slot_positions(self, state, mem_len, position):
+        begin = torch.tensor([[position]])
+        segments = begin // self.config.segment_len
+        _, slots = self._counts(mem_len, segments, begin)
+        age = torch.arange(int(slots) - 1, -1, -1)[None]
+        return self._newest_of_age(state or LayerState(), mem_len, age, segments)[0]
 
     def attend(self, attention, hidden_states, state, piece):
         attended = super().attend(attention, hidden_states, state, piece)
@@ -234,12 +251,10 @@ class Compressive(RowMemory):
         before = int((first_rows + first_slots).max())
         past = weights.shape[-1] - sinks - piece.width
         age = torch.arange(past - 1, -1, -1)[None]
-        rate, zeros = config.compression_rate, self._zeros(config, piece.mem_len)
+        rate = config.compression_rate
         slot = self._evicted(config, piece.mem_len, begin // config.segment_len) // rate - 1 - (age - rows)
         at_start = self._evicted(config, piece.mem_len, start // config.segment_len) // rate
-        newest = slot * rate + rate - 1 - zeros
-        if self.compression.chooses:
-            newest = self._first_of_age(state, piece, age - rows, begin // config.segment_len)
+        newest = self._newest_of_age(state, piece.mem_len, age - rows, begin // config.segment_len)
         column = torch.where(slot < at_start, before - first_rows - (at_start - slot), before + newest - start)
         column = torch.where(age < rows, before + begin - 1 - age - start, column)
         own = before + piece.positions - start

@@ -154,8 +154,12 @@ class XLModel(XLPreTrainedModel):
         input_ids (B, T), or inputs_embeds (B, T, E). attention_mask (B, T or longer), 1 at tokens, 0 at pads, which count
         as never fed; of a longer mask the last T columns are read. position_ids (B or 1, T): rising inside a document;
         without document_ids a 0 begins one. document_ids (B, T): a document is a run of equal ids and sees only itself.
-        cache: the state of the tokens before, changed and returned, unless use_cache is False. Returns hidden states that
-        are zero at pads.
+        cache: the state of the tokens before, changed and returned, unless use_cache is False; also as past_key_values or
+        mems. None: an empty one. output_hidden_states and output_attentions (eager only) cover the whole call.
+
+        Returns hidden states (B, T, E), zero at pads, and the rest of `XLModelOutput`. Raises ValueError for shapes, ids and
+        positions that cannot be, and for a cache of another batch size, kind of model or form; TypeError for any cache but an
+        `XLCache`. The cache is then as it was.
         """
         output_hidden_states = self._setting("output_hidden_states", output_hidden_states)
         output_attentions = self._setting("output_attentions", output_attentions)
@@ -470,7 +474,12 @@ class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
         """Inputs as `XLModel.forward`. labels (B, T): ids, shifted here to the row's next real token. shift_labels (B, T):
         targets already in place (a segment's last token then predicts the first of the next one); they win over labels.
         num_items_in_batch: what the summed loss is divided by, instead of the number of targets in this call.
-        logits_to_keep: how many last columns, or which columns, to compute logits of; 0: all.
+        logits_to_keep: how many last columns, or which columns, to compute logits of; 0: all. ignore_index: the target that
+        counts for nothing.
+
+        Returns `XLCausalLMOutput`. The loss is the mean of -log P over the targets, in nats, in float32 at least; in training
+        it holds the memory's own, `aux_loss`, too. Raises ValueError as `XLModel.forward`, and for labels of another shape
+        than the input.
         """
         # Not in the signature: Trainer takes every parameter with "label" in its name for a column it must find.
         shift_labels = kwargs.pop("shift_labels", None)
@@ -550,8 +559,8 @@ class XLForSequenceClassification(XLPreTrainedModel):
     @accepts_cache_aliases
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs) -> XLClassifierOutput:
-        """labels (B,): classes, or numbers for regression. The last real token is found by the mask; without one, and
-        with a pad_token_id, it is the last id that is not padding."""
+        """Inputs as `XLModel.forward`. labels (B,): classes, or numbers for regression. The last real token is found by the
+        mask; without one, and with a pad_token_id, it is the last id that is not padding. Returns logits (B, num_labels)."""
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         hidden_states = outputs.last_hidden_state
         columns = torch.arange(hidden_states.shape[1], device=hidden_states.device)
@@ -586,7 +595,7 @@ class XLForTokenClassification(XLPreTrainedModel):
     @accepts_cache_aliases
     @can_return_tuple
     def forward(self, input_ids=None, labels=None, **kwargs) -> XLClassifierOutput:
-        """labels (B, T): classes, -100 where there is none."""
+        """Inputs as `XLModel.forward`. labels (B, T): classes, -100 where there is none. Returns logits (B, T, num_labels)."""
         outputs = self.model(input_ids=input_ids, **kwargs)
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config)
@@ -609,7 +618,8 @@ class XLForQuestionAnswering(XLPreTrainedModel):
     @accepts_cache_aliases
     @can_return_tuple
     def forward(self, input_ids=None, start_positions=None, end_positions=None, **kwargs) -> XLQuestionAnsweringOutput:
-        """start_positions, end_positions (B,): columns of the answer's first and last token."""
+        """Inputs as `XLModel.forward`. start_positions, end_positions (B,): columns of the answer's first and last token.
+        Returns start_logits and end_logits (B, T)."""
         outputs = self.model(input_ids=input_ids, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None

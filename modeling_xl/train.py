@@ -133,6 +133,8 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingResult:
+    """What a run was. After a run that went on from a checkpoint `steps` counts those before it too."""
+
     steps: int
     num_bytes: int  # read in this run, over all processes
     bits_per_byte: float  # mean over the last steps shown by the progress bar
@@ -142,7 +144,8 @@ class TrainingResult:
 def load_config(source: str | Path, **overrides: Any) -> tuple[XLConfig, dict[str, Any]]:
     """The model config and the stored training settings (or none) of a folder, a JSON file or a published name.
 
-    `overrides` are config fields; those given as None stay as they are.
+    `overrides` are config fields; those given as None stay as they are. Raises InputError where there is no config, and for
+    one that is of another model type or that `XLConfig` refuses.
     """
     path = Path(source)
     if not path.exists() and path.name == str(source):
@@ -177,7 +180,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def training_settings(stored: dict[str, Any], **overrides: Any) -> TrainingSettings:
-    """Settings from a `training.json`, with the overrides that are not None in their place."""
+    """Settings from a `training.json`, with the overrides that are not None in their place. Raises InputError for what is
+    no setting, or cannot be."""
     values = stored | {name: value for name, value in overrides.items() if value is not None}
     own = {item.name for item in fields(TrainingSettings)} - {"others"}
     return TrainingSettings(
@@ -187,7 +191,7 @@ def training_settings(stored: dict[str, Any], **overrides: Any) -> TrainingSetti
 
 
 def new_model(config: XLConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> XLForCausalLM:
-    """A model with fresh weights, the same for the same seed."""
+    """A model with fresh weights, the same for the same seed. Raises InputError where the tokenizer has more ids than it."""
     _check_vocabulary(config, tokenizer)
     set_seed(seed)
     model = XLForCausalLM(config)

@@ -103,6 +103,10 @@ class XLTrainer(Trainer):
     empty. `tokenizer` (processing_class) says how many bytes tokens stand for (default: bytes).
 
     A model without bounded memory (plain attention over everything) is trained on blocks that stand alone.
+
+    Raises ValueError for arguments and data sets of other kinds, several GPUs in one process, and activation checkpointing of
+    FSDP with dropout; InputError for `segment_len=None`, for processes that do not know of each other, and for a
+    `mem_len_schedule` that does not go with the config.
     """
 
     args: XLTrainingArguments
@@ -248,7 +252,11 @@ class XLTrainer(Trainer):
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Loss over every token but the first of a text, with `eval_streams`. The memory of training is not touched."""
+        """Loss over every token but the first of a text, with `eval_streams`. The memory of training is not touched.
+
+        eval_dataset: tokens [N], a `Corpus`, or a dict of them (None: that of the trainer). Returns `eval_loss` in nats per
+        token, `eval_perplexity` per token, `eval_bits_per_byte` and times; the dict's names stand behind the prefix.
+        """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("XLTrainer: evaluation requires an eval_dataset, a text as tokens [N] or a Corpus.")

@@ -5,6 +5,7 @@ attention, positions, memories, grid or cache. Legend: T tokens, z rows of zeros
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -91,6 +92,17 @@ def _read(weights, value):
     return torch.einsum("hnk,khd->nhd", weights, value).flatten(1)
 
 
+class Seen(NamedTuple):
+    """Weights (H, n, k) of some queries, where these stand (n,), where the keys stand (k,), a slot at the newest token in it,
+    and how many keys are sinks and slots: they come first."""
+
+    weights: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+    num_sinks: int
+    num_slots: int
+
+
 class Text:
     """What stands where: documents numbered from 0, positions as the user gives them, calls."""
 
@@ -104,7 +116,7 @@ class Text:
         self.calls = torch.tensor(calls or [0])
 
 
-def softmax_over_rows(model, layer, hidden, text, memory, recurrent):
+def softmax_over_rows(model, layer, hidden, text, memory, recurrent, seen):
     """Recurrence, and plain attention: the staircase."""
     config, count = model.config, len(hidden)
     token = text.token
@@ -138,7 +150,9 @@ def softmax_over_rows(model, layer, hidden, text, memory, recurrent):
         extra = _scores(model, layer, query, first[0], sink_distances.clamp(min=0))
         scores = torch.cat([extra.masked_fill(~sink_visible, -math.inf), scores], -1)
         value = torch.cat([first[1], value])
-    return _read(scores.softmax(-1), value)
+    weights = scores.softmax(-1)
+    seen.append(Seen(weights, token, torch.cat([torch.arange(sinks), where]), sinks, 0))
+    return _read(weights, value)
 
 
 def compressed(layer, rows, usage, config):
@@ -165,7 +179,7 @@ def compressed(layer, rows, usage, config):
     return made
 
 
-def compressive(model, layer, hidden, text, memory):
+def compressive(model, layer, hidden, text, memory, seen):
     """A queue of rows and one of slots, moved by hand at every segment line."""
     config, size, zeros = model.config, hidden.shape[1], model.config.initial_memory == "zeros"
     segment_len, rate = config.segment_len, config.compression_rate
@@ -191,7 +205,7 @@ def compressive(model, layer, hidden, text, memory):
         visible &= torch.ones_like(visible).tril(len(slots) + len(rows))
         distances = (own[:, None] - standing[None]).clamp(min=0)
         scores = _scores(model, layer, query, key, distances).masked_fill(~visible, -math.inf)
-        sinks = config.num_sink_tokens
+        sinks, there = config.num_sink_tokens, []
         if sinks:
             oldest = kept[0][1]
             there = [j for j in range(sinks) if j < oldest]
@@ -199,15 +213,19 @@ def compressive(model, layer, hidden, text, memory):
             place = oldest - len(slots) - len(there)
             apart = torch.tensor([[t - (place + j) for j in range(len(there))] for _, t in segment], dtype=torch.long)
             extra = _scores(model, layer, query, first[1][: len(there)], apart.view(len(segment), len(there)))
-            seen = torch.tensor([number(t) == 0 for _, t in segment])[:, None]
-            scores = torch.cat([extra.masked_fill(~seen, -math.inf), scores], -1)
+            in_first = torch.tensor([number(t) == 0 for _, t in segment])[:, None]
+            scores = torch.cat([extra.masked_fill(~in_first, -math.inf), scores], -1)
             value = torch.cat([first[2][: len(there)], value])
-        outputs.append(_read(scores.softmax(-1), value))
+        weights = scores.softmax(-1)
+        at = [*there, *(newest for _, _, newest in slots), *(token for _, token in kept)]
+        tokens = torch.tensor([token for _, token in segment])
+        seen.append(Seen(weights, tokens, torch.tensor(at), len(there), len(slots)))
+        outputs.append(_read(weights, value))
         if len(segment) < segment_len:
             break
         content = torch.einsum("nhd,khd->hnk", query, key[len(slots) : len(slots) + len(rows)]) * config.head_dim**-0.5
-        seen = visible[:, len(slots) : len(slots) + len(rows)]
-        content = content.detach().masked_fill(~seen, torch.finfo(content.dtype).min).softmax(-1) * seen
+        in_sight = visible[:, len(slots) : len(slots) + len(rows)]
+        content = content.detach().masked_fill(~in_sight, torch.finfo(content.dtype).min).softmax(-1) * in_sight
         leaving = max(0, len(kept) - memory) // rate * rate
         found = (
             compressed(layer, torch.stack([row for row, _ in kept])[:leaving], content.sum((0, 1)), config) if leaving else []
@@ -253,11 +271,11 @@ def linear(model, layer, hidden, text):
     return _read(products * weights / total, value)
 
 
-def dense_pass(model, ids, documents=None, positions=None, calls=None, mem_len=None):
+def dense_pass(model, ids, documents=None, positions=None, calls=None, mem_len=None, seen=None):
     """(T,) ids -> logits (T, V) and the inputs of all layers, each (T, E).
 
     documents (T,): ids of documents. positions (T,): rising positions. calls: first token of each call, which matters
-    where segment_len is None.
+    where segment_len is None. seen: a list, which gets for each layer a list of what it `Seen` there is (softmax only).
     """
     config = model.config
     text = Text(len(ids), documents, positions, calls)
@@ -268,12 +286,15 @@ def dense_pass(model, ids, documents=None, positions=None, calls=None, mem_len=N
     inputs = []
     for layer, kind in zip(model.model.layers, config.layer_memory_types, strict=True):
         inputs.append(hidden)
+        seen_here: list[Seen] = []
         if kind == "linear":
             read = linear(model, layer, hidden, text)
         elif kind == "compressive":
-            read = compressive(model, layer, hidden, text, memory)
+            read = compressive(model, layer, hidden, text, memory, seen_here)
         else:
-            read = softmax_over_rows(model, layer, hidden, text, memory, recurrent=kind == "recurrence")
+            read = softmax_over_rows(model, layer, hidden, text, memory, kind == "recurrence", seen_here)
+        if seen is not None:
+            seen.append(seen_here)
         attended = layer.self_attn.o_proj(read)
         if config.norm_position == "post":
             hidden = layer.attention_norm(hidden + attended)

@@ -80,7 +80,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["generate"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["inspect"], ["memory"], ["generate"]], ids=str)
 def test_help(capsys, command):
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
@@ -385,6 +385,28 @@ class TestEvaluate:
         assert [found["ratio"] for found in results[0]["lengths"]] == [0.1, 0.5, 1.0]
 
 
+class TestInspect:
+    def test_tables_and_plot(self, capsys, folder, tmp_path):
+        command = ["inspect", folder / "model", folder / "held_out.txt", "--mem-len", 4, "--plot", tmp_path / "plot.png"]
+        code, out, _ = run(capsys, *command)
+        assert code == 0
+        by_kind, by_distance, settings = out.split("\n\n")
+        lines = [line.split() for line in by_kind.splitlines()]
+        assert lines[0] == ["layer", "type", "memory", "segment"] and [line[0] for line in lines[1:]] == ["0", "1"]
+        # What no query can see has no line: 4 tokens of memory, and 7 of the segment.
+        assert [line.split()[0] for line in by_distance.splitlines()[1:]] == ["0", "1", "2-3", "4-7", "8-15"]
+        assert "segment 8, memory 4, clamp none, window none, start empty, 1000 tokens as one stream" in settings
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_standard_input_gives_what_the_file_gives(self, capsys, folder, monkeypatch):
+        command = ["inspect", folder / "model", "--json"]
+        _, from_file, _ = run(capsys, *command, folder / "held_out.txt")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((folder / "held_out.txt").read_bytes())))
+        assert run(capsys, *command, "-") == (0, from_file, "")
+        found = json.loads(from_file)
+        assert found["model"] == str(folder / "model") and len(found["layers"][0]["by_head"]["memory"]) == 3
+
+
 class TestGenerate:
     prompt = "First Citizen:\nWe are "
 
@@ -493,6 +515,11 @@ class TestGenerate:
         ("evaluate {}/llama {}/text.txt --recl --mem-len 4", "mem_len=4: a model of type 'llama' has no such setting"),
         ("evaluate {}/model {}/text.txt --compare {}/llama", "is a model of type 'llama'"),
         ("evaluate {}/other/model {}/text.txt --recl", "other/model: no model could be loaded"),
+        ("inspect {}/model", "required: FILE"),
+        ("inspect {}/model {}/nowhere.txt", "nowhere.txt: no such file"),
+        ("inspect {}/model {}/text.txt -", "standard input is read alone"),
+        ("inspect {}/model {}/text.txt --plot {}/nowhere/plot.png", "its folder does not exist; make it first"),
+        ("inspect {}/other/model {}/text.txt", "is a model of type 'llama'"),
         ("generate {}/model", "nothing to continue"),
         ("generate {}/model --prompt a --prompt-file {}/text.txt", "not allowed with"),
         ("generate {}/model --prompt a --top-p 1.5", "--top-p: 1.5 is not a number above 0 and at most 1"),
