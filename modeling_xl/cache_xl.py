@@ -653,9 +653,9 @@ class XLCache(Cache):
     def from_pretrained(cls, save_directory: str | os.PathLike, config, dtype: torch.dtype | None = None) -> "XLCache":
         """Reads a cache saved for a model with this config.
 
-        dtype: what the stored rows must have (None: whatever they have). Raises FileNotFoundError for a folder without a cache, and
-        ValueError for one that is damaged, of another format, or of another kind of model, naming the first field that
-        differs.
+        dtype: what the stored rows must have (None: whatever they have). Raises FileNotFoundError for a folder without a
+        cache, and ValueError for one that is damaged, of another format, or of another kind of model, naming the first field
+        that differs.
         """
         folder = os.fspath(save_directory)
         path = os.path.join(folder, "cache.safetensors")

@@ -88,8 +88,10 @@ class MemoryMechanism(nn.Module):
         return f"memory_type='{cls.name}' folds tokens into its state."
 
     def slot_positions(self, state: LayerState | None, mem_len: int, position: int) -> torch.Tensor:
-        """Positions of the kept rows that stand for several tokens: for each, oldest first, that of the newest token in it, (n,).
-        state: of a batch of one row, which has read `position` tokens. In the weights these come before all other rows."""
+        """Positions of the kept rows that stand for several tokens: for each, oldest first, that of its newest token, (n,).
+
+        state: of a batch of one row, which has read `position` tokens. In the weights these rows come before the others.
+        """
         return torch.empty(0, dtype=torch.long)
 
     def init_parameters(self, std: float) -> None:

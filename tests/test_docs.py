@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import tiny_model
-from test_conversion_faults import TRANSFO_XL_LIKE
+from test_conversion_faults import TRANSFO_XL_LIKE, save_xl
 
 from modeling_xl import cli
 from modeling_xl.conversion.convert import convert_back
@@ -73,7 +73,7 @@ def folder(tmp_path_factory):
     for name in ("demo_output/model", "my_model"):
         tiny_model(torch.float32, **sizes).save_pretrained(path / name)
         byte_tokenizer().save_pretrained(path / name)
-    tiny_model(torch.float32, num_key_value_heads=4, **TRANSFO_XL_LIKE).save_pretrained(path / "former")
+    save_xl(path / "former", **TRANSFO_XL_LIKE)
     convert_back(path / "former", path / "transfo-xl-wt103", "transfo-xl", check=False)
     text = SAMPLE_TEXT.read_text()[:60_000]
     (path / "my.txt").write_text(text)
@@ -94,20 +94,21 @@ def after_readme(folder):
 
 @pytest.fixture
 def short_training(monkeypatch):
-    """Two steps are enough to see that an example trains."""
+    """Two steps of two streams are enough to see that an example trains."""
     train = XLTrainer.train
 
-    def two_steps(self, *args, **kwargs):
-        self.args.max_steps = 2
+    def short(self, *args, **kwargs):
+        self.args.max_steps, self.args.per_device_train_batch_size = 2, 2
         return train(self, *args, **kwargs)
 
-    monkeypatch.setattr(XLTrainer, "train", two_steps)
+    monkeypatch.setattr(XLTrainer, "train", short)
 
 
 def test_readme_runs(after_readme):
     assert "cache" in after_readme
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of Trainer's default, where there is no GPU
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "README.md"])
 def test_examples_run(page, folder, after_readme, short_training, monkeypatch):
     monkeypatch.chdir(folder)
