@@ -94,11 +94,12 @@ def after_readme(folder):
 
 @pytest.fixture
 def short_training(monkeypatch):
-    """Two steps of two streams are enough to see that an example trains."""
+    """Two steps of two streams, and little to evaluate on, are enough to see that an example trains."""
     train = XLTrainer.train
 
     def short(self, *args, **kwargs):
         self.args.max_steps, self.args.per_device_train_batch_size = 2, 2
+        self.eval_dataset = self.eval_dataset[:500]
         return train(self, *args, **kwargs)
 
     monkeypatch.setattr(XLTrainer, "train", short)
