@@ -132,11 +132,11 @@ def _read(model: PreTrainedModel, pieces: Iterable[torch.Tensor], sums: dict[int
             layer: model.model.layers[layer].self_attn.memory.slot_positions(cache.states[layer], cache.mem_len, start)
             for layer in sums
         }
-        attentions = model(ids.to(model.device), cache=cache, logits_to_keep=1, output_attentions=True).attentions
+        output = model(ids.to(model.device), cache=cache, use_cache=True, logits_to_keep=1, output_attentions=True)
         for layer, found in sums.items():
             has_segments = MEMORY_MECHANISMS[config.layer_memory_types[layer]].uses_grid
             line = start - start % length if has_segments else 0
-            found.add(attentions[layer][0], start, line, config.num_sink_tokens, slots[layer])
+            found.add(output.attentions[layer][0], start, line, config.num_sink_tokens, slots[layer])
         start += ids.shape[1]
         yield ids.shape[1]
 

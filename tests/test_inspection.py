@@ -131,6 +131,12 @@ def test_lengths_can_be_given_and_the_model_stays_as_it_was():
     assert changed.num_tokens == TEXT and "43 tokens as one stream" in changed.settings
 
 
+def test_a_config_without_a_cache_changes_nothing():
+    """Trainer saves models with use_cache=False."""
+    results = [inspect_attention(model, [ids_for(model, TEXT)]) for model in (tiny_model(), tiny_model(use_cache=False))]
+    assert results[0].layers == results[1].layers
+
+
 def test_linear_layers_are_left_out_or_refused():
     model = tiny_model(memory_type=["linear", "recurrence", "linear"])
     result = inspect_attention(model, [ids_for(model, 20)])
