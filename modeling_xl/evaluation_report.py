@@ -160,12 +160,13 @@ def plot_attention(result: AttentionMass, path: str | Path) -> None:
         outside = [[1 - own for own in layer.by_head["segment"]] for layer in layers]
         image = by_head.imshow(outside, vmin=0, vmax=1, aspect="auto")
         by_head.set_yticks(range(len(layers)), [str(layer.layer) for layer in layers])
+        by_head.xaxis.get_major_locator().set_params(integer=True)
         by_head.set_xlabel("head")
         by_head.set_title("share on what is not the query's segment", fontsize="medium")
         figure.colorbar(image, ax=by_head)
 
         for number, layer in enumerate(layers):
-            shade = 0.15 + 0.85 * number / max(1, len(layers) - 1)
+            shade = 0.3 + 0.7 * number / max(1, len(layers) - 1)
             places = [place.first or 0.5 for place in layer.curve]  # the token itself, beside the logarithmic scale
             by_distance.plot(
                 places,
@@ -175,7 +176,7 @@ def plot_attention(result: AttentionMass, path: str | Path) -> None:
                 label=f"layer {layer.layer}",
             )
         by_distance.set_xscale("log", base=2)
-        by_distance.set_xlabel("tokens back (first of each bin; the leftmost point is the token itself)")
+        by_distance.set_xlabel("tokens back (first of each bin; leftmost: the token itself)")
         by_distance.set_ylabel("share of attention")
         by_distance.grid(alpha=0.3)
         by_distance.legend(fontsize="small", ncols=2)
