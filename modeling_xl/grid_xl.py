@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .cache_xl import BEFORE_ALL, XLCache
-from .position_base import PositionContext
+from .position_base import GatheredDistances, PositionContext
 
 
 class Packing:
@@ -91,6 +91,24 @@ class Piece:
     def is_irregular(self) -> bool:
         """Whether distances are the user's `position_ids` and not those of tokens."""
         return self.history is not None
+
+    # What the values of integers decide. Where shapes may not depend on them, a piece answers without looking.
+
+    def holds(self, condition: torch.Tensor) -> bool:
+        """Whether the condition is known to be true everywhere; False where it need not be."""
+        return bool(condition.all())
+
+    def most(self, counts: torch.Tensor, limit: float) -> int:
+        """The largest count, or the limit that none of them exceeds."""
+        return int(counts.max())
+
+    def falling(self, count: int) -> torch.Tensor:
+        """The distances count - 1 ... 0."""
+        return torch.arange(count - 1, -1, -1, device=self.device)
+
+    def gathered(self, distances: torch.Tensor, limit: float) -> GatheredDistances:
+        """Distances (B or 1, Q, K) that follow no pattern, those below 0 counted as 0; none exceeds the limit."""
+        return GatheredDistances.of(distances.clamp(min=0), self.device)
 
     def key_positions(self, past: int) -> torch.Tensor:
         """What enters the position scheme for `past` kept tokens and the piece, (B or 1, past + t)."""

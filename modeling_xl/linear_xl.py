@@ -75,10 +75,10 @@ class Text:
             self.counts = width - piece.fillers[:, None]
         # Whether rows differ in nothing: all that is kept belongs to the document of each query, and nothing ends.
         oldest = self.begin - past if past else (self.begin - 1).clamp(min=0)  # without rows, the state's newest token
-        self.is_plain = piece.fillers is None and bool((self.lowest <= oldest).all())
+        self.is_plain = piece.fillers is None and piece.holds(self.lowest <= oldest)
         self.positions = piece.key_positions(past)  # (B or 1, U + t)
         # Of each block, whether the state holds nothing of the document of some query.
-        self.is_torn = [not bool(self.sees_state(block).all()) for block in self.blocks]
+        self.is_torn = [not piece.holds(self.sees_state(block)) for block in self.blocks]
         self.has_one_pattern = self.is_plain and not piece.is_irregular
         self._shared: dict[tuple, torch.Tensor] = {}
 

@@ -298,27 +298,27 @@ class RowMemory(MemoryMechanism):
         looks_back = (start - lowest[:, :1])[:, 0]
         if piece.fillers is not None:  # a row that has ended needs nothing, and kept no more than its end asked for
             looks_back = looks_back.masked_fill(piece.fillers >= piece.width, 0)
-        past = int(looks_back.max())
+        past = piece.most(looks_back, self.kept_rows(config, piece.mem_len))
         mask = None
-        if bool((lowest > start - past).any()):
-            if lowest.shape[0] > 1 and bool((positions - lowest == (positions - lowest)[:1]).all()):
+        if not piece.holds(lowest <= start - past):
+            if lowest.shape[0] > 1 and piece.holds(positions - lowest == (positions - lowest)[:1]):
                 lowest, start, positions = lowest[:1], start[:1], positions[:1]
             keys = start[:, None] - past + torch.arange(past + piece.width)  # (B, 1, K)
             mask = (keys >= lowest[:, :, None]) & (keys <= positions[:, :, None])
             mask = mask[:, None].to(piece.device)
         key_positions = piece.key_positions(past)
         after = piece.lengths[:, None]
-        needed = (after - oldest(after)).max()
+        needed = after - oldest(after)
         if config.segment_len is None and type(self).uses_grid:
-            needed = torch.minimum(after - first, torch.tensor(piece.mem_len)).max()  # the next call is a new segment
+            needed = (after - first).clamp(max=piece.mem_len)  # the next call is a new segment
         return RowView(
             past=past,
             mask=mask,
-            distances=torch.arange(past + piece.width - 1, -1, -1, device=piece.device),
+            distances=piece.falling(past + piece.width),
             gather_distances=self.gather_distances(piece, key_positions),
             query_positions=piece.encode_positions,
             key_positions=key_positions,
-            needed=int(needed),
+            needed=piece.most(needed, self.kept_rows(config, piece.mem_len)),
             sinks=self.view_sinks(oldest(piece.positions), piece) if config.num_sink_tokens else None,
         )
 
@@ -327,7 +327,7 @@ class RowMemory(MemoryMechanism):
         if not (piece.is_irregular and self.config.position_scheme.has_bias):
             return None
         distances = piece.encode_positions[:, :, None] - key_positions[:, None]
-        return GatheredDistances.of(distances.clamp(min=0), piece.device)
+        return piece.gathered(distances, math.inf)
 
     def view_sinks(self, oldest, piece, between: int | torch.Tensor = 0) -> SinkView:
         """Sinks stand in the slots just before the oldest visible key; one that is still visible itself is no sink yet.
@@ -340,6 +340,7 @@ class RowMemory(MemoryMechanism):
                 "slots. Leave position_ids out, or set num_sink_tokens=0."
             )
         count = self.config.num_sink_tokens
+        farthest = self.kept_rows(self.config, piece.mem_len) + piece.width + count
         slots = torch.arange(count)
         hidden = oldest.clamp(0, count)  # sinks before the oldest visible key
         relative = piece.positions - oldest + hidden + between  # position of the query if sink j stood at j
@@ -349,10 +350,10 @@ class RowMemory(MemoryMechanism):
         is_new = (column >= 0) & (column < torch.as_tensor(real).view(-1, 1))
         return SinkView(
             column=column.clamp(0, piece.width - 1).to(piece.device),
-            is_new=is_new.to(piece.device) if bool(is_new.any()) else None,
+            is_new=None if piece.holds(~is_new) else is_new.to(piece.device),
             query_positions=relative,
             slots=slots[None],
-            distances=GatheredDistances.of((relative[:, :, None] - slots).clamp(min=0), piece.device),
+            distances=piece.gathered(relative[:, :, None] - slots, farthest),
             visible=visible[:, None].to(piece.device),
         )
 

@@ -204,7 +204,7 @@ class Compressive(RowMemory):
         return RowView(
             past=past,
             mask=mask,
-            distances=torch.arange(past + width - 1, -1, -1, device=piece.device),
+            distances=piece.falling(past + width),
             gather_distances=self.gather_distances(piece, key_positions),
             query_positions=piece.encode_positions,
             key_positions=key_positions,

@@ -88,7 +88,7 @@ class LinearAttention(MemoryMechanism):
             # What estimates a kernel of rotated queries and keys is not blind to where they stand, so that is counted from
             # the first token of a document: it has the numbers that it has alone.
             places = piece.encode_positions if self._turns(attention.position) else piece.in_document
-            distances = torch.arange(band + 1, -1, -1, device=piece.device)
+            distances = piece.falling(band + 2)
             piece.memo[key] = LinearView(band, past, Text(piece, past, band), places, distances)
         return piece.memo[key]
 

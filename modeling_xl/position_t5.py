@@ -6,6 +6,7 @@ writes distances as key - query: the sign is flipped here and nowhere else.
 """
 
 import math
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -22,6 +23,12 @@ def relative_bucket(distances: torch.Tensor, num_buckets: int, max_distance: int
     ratio = torch.log(distances.clamp(min=1).double() / exact) / math.log(max_distance / exact)
     logarithmic = (exact + (ratio * (num_buckets - exact)).floor().long()).clamp(max=num_buckets - 1)
     return torch.where(distances < exact, distances, logarithmic)
+
+
+@lru_cache
+def first_of_last_bucket(num_buckets: int, max_distance: int) -> int:
+    distances = torch.arange(max_distance + 1, device="cpu")
+    return int((relative_bucket(distances, num_buckets, max_distance) == num_buckets - 1).nonzero()[0])
 
 
 class T5Table(nn.Module):
@@ -68,10 +75,7 @@ class T5Position(PositionScheme):
 
     @classmethod
     def far_distance(cls, config) -> int:
-        buckets = config.relative_attention_num_buckets
-        distances = torch.arange(config.relative_attention_max_distance + 1, device="cpu")
-        found = relative_bucket(distances, buckets, config.relative_attention_max_distance)
-        return int((found == buckets - 1).nonzero()[0])
+        return first_of_last_bucket(config.relative_attention_num_buckets, config.relative_attention_max_distance)
 
     def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
         if distances is not None:
