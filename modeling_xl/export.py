@@ -51,11 +51,12 @@ class ExportedStep:
         ):
             if found != needed and (name == "mem_len" or cache.is_initialized):
                 raise ValueError(f"The cache has {name}={found!r}, the exported step {needed!r}: {mend}.")
-        told = cache.has_document_id | (cache.document_start > BEFORE_ALL) | (cache.next_position_id >= 0)
+        ids_differ = (cache.next_position_id >= 0) & (cache.next_position_id != cache.lengths)
+        told = cache.has_document_id | (cache.document_start > BEFORE_ALL) | ids_differ
         if told.any() or cache.row_positions is not None:
             raise ValueError(
-                "The cache was fed document_ids or position_ids, of which an exported step knows nothing: feed texts without "
-                "them, each document with a cache of its own."
+                "The cache was fed document_ids, or position_ids that do not count its tokens, of which an exported step knows "
+                "nothing: feed texts without them, each document with a cache of its own."
             )
         state = {name: tensor.clone() for name, tensor in self.start.items()}
         if not cache.lengths.any():

@@ -220,6 +220,7 @@ class TestRefused:
         ):
             with pytest.raises(ValueError, match=words):
                 step.state_of(cache)
+        assert step.state_of(filled(position_ids=torch.arange(9)[None]))["lengths"].tolist() == [9]
         other = tiny_model(num_hidden_layers=1, mem_len=3)
         with pytest.raises(ValueError, match="mem_len"):
             step.state_of(XLCache(other.config))
