@@ -27,6 +27,7 @@ def relative_bucket(distances: torch.Tensor, num_buckets: int, max_distance: int
 
 @lru_cache
 def first_of_last_bucket(num_buckets: int, max_distance: int) -> int:
+    """The distance from which on all fall into the last bucket."""
     distances = torch.arange(max_distance + 1, device="cpu")
     return int((relative_bucket(distances, num_buckets, max_distance) == num_buckets - 1).nonzero()[0])
 
