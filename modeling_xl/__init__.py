@@ -3,18 +3,12 @@
 Importing the package registers its classes with the Auto classes of Transformers.
 """
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
 from .cache_xl import XLCache
 from .configuration_xl import XLConfig
 from .modeling_xl import (
+    AUTO_CLASSES,
     XLForCausalLM,
     XLForQuestionAnswering,
     XLForSequenceClassification,
@@ -26,16 +20,13 @@ from .transfo_xl_loader import TransfoXLConfig, TransfoXLLMHeadModel, TransfoXLM
 
 __version__ = "0.1.0"
 
-AutoConfig.register("xl", XLConfig, exist_ok=True)
-AutoModel.register(XLConfig, XLModel, exist_ok=True)
-AutoModelForCausalLM.register(XLConfig, XLForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(XLConfig, XLForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(XLConfig, XLForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(XLConfig, XLForQuestionAnswering, exist_ok=True)
+transformers.AutoConfig.register("xl", XLConfig, exist_ok=True)
+for _name, _model in AUTO_CLASSES.items():
+    getattr(transformers, _name).register(XLConfig, _model, exist_ok=True)
 # Folders of Transformers' former Transformer-XL load as models of this package.
-AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig, exist_ok=True)
-AutoModel.register(TransfoXLConfig, TransfoXLModel, exist_ok=True)
-AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLLMHeadModel, exist_ok=True)
+transformers.AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig, exist_ok=True)
+transformers.AutoModel.register(TransfoXLConfig, TransfoXLModel, exist_ok=True)
+transformers.AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLLMHeadModel, exist_ok=True)
 
 __all__ = [
     "XLCache",

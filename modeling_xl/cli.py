@@ -1,4 +1,4 @@
-"""The command `modeling-xl`: `train`, `evaluate`, `inspect`, `memory`, `generate` and `convert`.
+"""The command `modeling-xl`: `train`, `evaluate`, `inspect`, `memory`, `generate`, `convert` and `push`.
 
 Bad input ends with exit code 2 and one line on stderr, a failure with 1.
 """
@@ -54,6 +54,14 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def _named_file(text: str) -> tuple[str, str]:
+    """An argparse type: NAME=FILE."""
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FILE")
+    return name, path
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -255,6 +263,42 @@ def build_parser() -> argparse.ArgumentParser:
         help="largest file, and about the memory that writing needs, in MiB (default 2048)",
     )
     convert.add_argument("--no-check", action="store_true", help="do not load the result and compare it")
+
+    push = commands.add_parser(
+        "push",
+        help="upload a model with its code, tokenizer and a model card to the Hub",
+        description="Saves a model, the code that runs it, its tokenizer, its generation config and a model card in a "
+        "temporary folder, and uploads them in one commit: an upload that breaks leaves the last revision as it was.",
+    )
+    push.set_defaults(run=_push)
+    push.add_argument("model", metavar="MODEL", help="folder of a model")
+    push.add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME of the repository, which is made if it is not there")
+    push.add_argument("--private", action="store_true", help="make the repository private; refused where it is public already")
+    push.add_argument("--revision", metavar="BRANCH", help="upload to this branch, which is made if it is not there")
+    push.add_argument("--create-pr", action="store_true", help="open a pull request instead")
+    push.add_argument("--message", metavar="TEXT", help="of the commit")
+    push.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable with the token (default: HF_TOKEN, or else what `hf auth login` stored)",
+    )
+    push.add_argument(
+        "--output-dir", metavar="DIR", help="write here what would be uploaded, and upload nothing; must be new or empty"
+    )
+    push.add_argument("--card", metavar="FILE", help="model card to upload (default: README.md of MODEL, or a new one)")
+    push.add_argument("--overwrite-card", action="store_true", help="replace the card in the repository, which else stays")
+    push.add_argument("--license", metavar="ID", help="on a new card: licence of the weights, such as apache-2.0")
+    push.add_argument("--language", nargs="+", metavar="CODE", help="on a new card: languages of the text, such as en")
+    push.add_argument("--training-data", metavar="TEXT", help="on a new card: what the model was trained on")
+    push.add_argument("--trained-on", nargs="+", metavar="ID", help="on a new card: the same, as datasets of the Hub")
+    push.add_argument("--base-model", metavar="ID", help="on a new card: model of the Hub that this one was made from")
+    push.add_argument(
+        "--evaluation",
+        type=_named_file,
+        nargs="+",
+        metavar="NAME=JSON",
+        help="on a new card: name of a text, and a file with what `modeling-xl evaluate --json` printed of it",
+    )
     return parser
 
 
@@ -653,6 +697,60 @@ def _convert(args: argparse.Namespace) -> None:
         print(f"note: {note}")
     compared = "" if report.difference is None else f"; largest difference of logits {report.difference:.2g}"
     print(f"converted {report.family}, {report.num_parameters:,} parameters{compared}; saved in {args.target}")
+
+
+def _push(args: argparse.Namespace) -> None:
+    from .conversion.convert import new_folder
+    from .hub import CARD_FILE, CardFacts, check_repo_id, load_bundle, make_card, push, read_evaluations, write_bundle
+    from .text import InputError
+
+    check_repo_id(args.repo_id)
+    on_card = ("license", "language", "training_data", "trained_on", "base_model", "evaluation")
+    given = [f"--{name.replace('_', '-')}" for name in on_card if getattr(args, name)]
+    beside = Path(args.model) / CARD_FILE
+    card = args.card or (beside if beside.is_file() else None)
+    if card and given:
+        raise InputError(f"{', '.join(given)}: belong on a new card, and {card} is the card; write them there, or move it away")
+    uploads = ("private", "revision", "create_pr", "message", "token_env", "overwrite_card")
+    if args.output_dir and (given := [f"--{name.replace('_', '-')}" for name in uploads if getattr(args, name)]):
+        raise InputError(f"{', '.join(given)}: mean nothing with --output-dir, which uploads nothing; leave them out")
+    token = None
+    if args.token_env and not (token := os.environ.get(args.token_env)):
+        raise InputError(f"--token-env {args.token_env}: this environment variable is not set; put the token there")
+    model, tokenizer = load_bundle(args.model)
+    if card is None:
+        facts = CardFacts(
+            license=args.license,
+            languages=args.language or (),
+            datasets=args.trained_on or (),
+            base_model=args.base_model,
+            training_data=args.training_data,
+            evaluations=[
+                (name, result)
+                for name, path in args.evaluation or ()
+                for result in read_evaluations(path, args.model, model.config)
+            ],
+        )
+        card = make_card(model, args.repo_id, facts, has_tokenizer=tokenizer is not None)
+    if args.output_dir:
+        with new_folder(args.output_dir) as folder:
+            write_bundle(model, folder, card, tokenizer)
+        print(f"wrote what would be pushed to {args.repo_id} to {args.output_dir}")
+        return
+    commit = push(
+        model,
+        args.repo_id,
+        tokenizer,
+        card=card,
+        overwrite_card=args.overwrite_card,
+        private=args.private or None,
+        revision=args.revision,
+        create_pr=args.create_pr,
+        message=args.message,
+        token=token,
+    )
+    where = f"pull request {commit.pr_url}" if args.create_pr else commit.repo_url
+    print(f"pushed {args.model} to {where}, commit {commit.oid}")
 
 
 def _check_cache_dir(path: Path) -> None:

@@ -1,6 +1,7 @@
 """`XLConfig`: every size and choice of a model, checked when it is made."""
 
 import math
+import os
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -13,6 +14,10 @@ from .feedforward_xl import OWN_ACTIVATIONS
 from .memories import MEMORY_MECHANISMS
 from .position_base import PositionScheme
 from .positions import POSITION_SCHEMES
+
+# Of config.json and of the names and meaning of the weights. A change that code before it would read wrongly raises it, and
+# `XLConfig.from_dict` then turns what is older into what is now.
+FORMAT_VERSION = 1
 
 
 @strict
@@ -50,6 +55,8 @@ class XLConfig(PreTrainedConfig):
     Linear attention: `feature_map` elu | relu | favor; `num_random_features` (favor); `redraw_interval` (favor), training
     calls after which features are drawn anew (None: never).
 
+    `format_version` is written when a config is saved, and says what wrote it; it is not chosen.
+
     Whatever cannot work raises an error that names the field, its value, the rule and the mend (a ValueError, which
     huggingface_hub wraps in its StrictDataclassClassValidationError).
 
@@ -59,6 +66,7 @@ class XLConfig(PreTrainedConfig):
 
     model_type = "xl"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "aux_loss"]
+    _auto_class: ClassVar[str | None] = "AutoConfig"  # whatever saves a config saves its code beside it
 
     vocab_size: int = 259
     hidden_size: int = 512
@@ -122,6 +130,7 @@ class XLConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
         for name in ("cutoffs", "tie_projs", "alibi_slopes", "memory_type"):
@@ -148,16 +157,43 @@ class XLConfig(PreTrainedConfig):
         else:
             self.rope_parameters = None
 
+    def __init_subclass__(cls, *args, **kwargs):
+        super().__init_subclass__(*args, **kwargs)
+        cls._auto_class = None  # the code of another class travels if that class says so, as in Transformers
+
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As in Transformers, but a config of another model type is refused: its fields would be read as if they were ours."""
+        """As in Transformers, but a config of another model type, or of a newer format than this code knows, is refused: its
+        fields would be read as if they were ours."""
         kind = config_dict.get("model_type")
         if kind not in (None, "", cls.model_type):
             raise ValueError(
                 f"model_type={kind!r} is not {cls.model_type!r}: convert it with `modeling-xl convert SOURCE TARGET`; "
                 "a checkpoint of 'transfo-xl' is loaded by AutoModelForCausalLM.from_pretrained as it is."
             )
-        return super().from_dict(config_dict, **kwargs)
+        version = config_dict.get("format_version", 1)  # which the first files do not name
+        if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+            raise ValueError(
+                f"format_version={version!r} must be an integer from 1 to {FORMAT_VERSION}, the newest that this version of "
+                "modeling_xl reads. A newer file needs a newer version of the package, or the code saved beside it: load it "
+                "with trust_remote_code=True in a process that does not import modeling_xl."
+            )
+        return super().from_dict({**config_dict, "format_version": FORMAT_VERSION}, **kwargs)
+
+    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
+        """As in Transformers. Beside the config stands all code of the package's models, and in it the class for each Auto
+        class, so that whatever was saved, by itself or with a model, loads where the package is not installed."""
+        if type(self) is XLConfig:
+            # Not at the top, for the models import their config. That the line stands here is also what Transformers copies
+            # the files by: it follows relative imports in the text of this file, wherever it lies.
+            from .modeling_xl import AUTO_CLASSES
+
+            written = getattr(self, "auto_map", None) or {}
+            # A subclass of a model that was registered has just named itself, and its file lies there.
+            others = {name for name in AUTO_CLASSES if _names_a_file(written.get(name), save_directory)}
+            own = {name: f"modeling_xl.{model.__name__}" for name, model in AUTO_CLASSES.items() if name not in others}
+            self.auto_map = {**written, **own}
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def validate_rope(self):
         """The rotary fields are checked by `RopePosition.validate`, which knows what this package computes."""
@@ -194,6 +230,8 @@ class XLConfig(PreTrainedConfig):
             _refuse(self, "norm_residual", "needs norm_position='pre' and use_parallel_residual=False")
         if self.clip_qkv is not None and not 0 < self.clip_qkv < math.inf:
             _refuse(self, "clip_qkv", "must be a finite number above 0, or None for no limit")
+        if self.format_version != FORMAT_VERSION:
+            _refuse(self, "format_version", f"must be {FORMAT_VERSION}, which this code writes; leave it out")
         self._validate_memory()
         self._validate_clusters()
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -323,6 +361,11 @@ class XLConfig(PreTrainedConfig):
         for mechanism in dict.fromkeys(self._mechanisms()):
             found |= {name: getattr(self, name) for name in mechanism.config_fields}
         return {**found, "memory_type": self.layer_memory_types}
+
+
+def _names_a_file(reference, folder) -> bool:
+    """Whether the module of a class, as an auto_map names it, lies in the folder."""
+    return isinstance(reference, str) and os.path.isfile(os.path.join(folder, f"{reference.split('.')[0]}.py"))
 
 
 def _refuse(config: XLConfig, name: str, rule: str):

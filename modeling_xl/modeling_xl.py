@@ -631,3 +631,13 @@ class XLForQuestionAnswering(XLPreTrainedModel):
             end_logits=end_logits,
             **_passed_on(outputs),
         )
+
+
+# By which Auto class each is loaded: the package registers them, and every saved config names them.
+AUTO_CLASSES: dict[str, type[XLPreTrainedModel]] = {
+    "AutoModel": XLModel,
+    "AutoModelForCausalLM": XLForCausalLM,
+    "AutoModelForSequenceClassification": XLForSequenceClassification,
+    "AutoModelForTokenClassification": XLForTokenClassification,
+    "AutoModelForQuestionAnswering": XLForQuestionAnswering,
+}

@@ -284,7 +284,8 @@ def _check_same_run(
 ) -> None:
     """Keeps beside the checkpoints what the run is made of, and refuses to go on with those of another."""
     facts = asdict(settings) | settings.others | model.config.to_diff_dict()
-    for name in ("save_steps", "others", "transformers_version"):  # these change nothing of what comes out
+    # These change nothing of what comes out.
+    for name in ("save_steps", "others", "transformers_version", "auto_map", "format_version"):
         facts.pop(name, None)
     starts = corpus.document_starts
     documents = None if starts is None else _checksum([torch.tensor(starts)])

@@ -47,7 +47,7 @@ def numbers(cell: str) -> list[float | None]:
 
 
 def values(config: XLConfig) -> dict:
-    return {field: value for field, value in config.to_dict().items() if field != "_name_or_path"}
+    return {field: value for field, value in config.to_dict().items() if field not in ("_name_or_path", "auto_map")}
 
 
 def count_parameters(config: XLConfig) -> int:

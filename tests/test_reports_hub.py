@@ -1,11 +1,7 @@
-"""Public bug reports about files: saving, loading, remote code, configuration, pipelines. Ids are the reports'."""
+"""Public bug reports about files: saving, loading, configuration, pipelines. Ids are the reports'."""
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import accelerate
@@ -18,134 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, pipeli
 
 import modeling_xl
 from modeling_xl import XLCache, XLConfig, XLForCausalLM
+from modeling_xl.modeling_xl import AUTO_CLASSES
 
 PACKAGE = Path(modeling_xl.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-AUTO = {
-    "XLModel": "AutoModel",
-    "XLForCausalLM": "AutoModelForCausalLM",
-    "XLForSequenceClassification": "AutoModelForSequenceClassification",
-    "XLForTokenClassification": "AutoModelForTokenClassification",
-    "XLForQuestionAnswering": "AutoModelForQuestionAnswering",
-}
+AUTO = {model_class.__name__: auto for auto, model_class in AUTO_CLASSES.items()}
 every_class = pytest.mark.parametrize("class_name", AUTO)
-
-# What is saved by a process that has the package, and loaded by one that has not.
-BUNDLES = {f"{scheme}-recurrence": ("XLForCausalLM", {"position_type": scheme}) for scheme in SCHEMES}
-BUNDLES |= {f"rope-{memory}": ("XLForCausalLM", {"position_type": "rope", "memory_type": memory}) for memory in MEMORIES}
-BUNDLES |= {name: (name, {}) for name in AUTO if name != "XLForCausalLM"}
-BUNDLES |= {"adaptive": ("XLForCausalLM", HEADS["adaptive_untied"])}
-IMPORTABLE = {"torch", "transformers", "huggingface_hub", "safetensors", *sys.stdlib_module_names}
-
-RESULTS = """
-import json, os, sys
-import torch
-import transformers
-
-AUTO, BUNDLES, source, target = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
-
-def results(model):
-    ids = torch.arange(26).view(2, 13) * 7 % 97
-    with torch.no_grad():
-        one = model.eval()(ids)
-        two = model(ids, cache=one["cache"])
-        found = [one[0], two[0]]
-        if model.can_generate():
-            found.append(model.generate(ids, max_new_tokens=7, do_sample=False))
-    return found
-"""
-SAVE = """
-import modeling_xl
-from report_helpers import make_other
-
-modeling_xl.XLConfig.register_for_auto_class()
-for name, auto in AUTO.items():
-    getattr(modeling_xl, name).register_for_auto_class(auto)
-for bundle, (name, changes) in BUNDLES.items():
-    model = make_other(getattr(modeling_xl, name), **changes)
-    model.save_pretrained(os.path.join(target, bundle))
-    torch.save(results(model), os.path.join(target, bundle + ".pt"))
-"""
-LOAD = """
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "modeling_xl":
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Hidden())
-found = {}
-for bundle, (name, _) in BUNDLES.items():
-    try:
-        folder = os.path.join(source, bundle)
-        model = getattr(transformers, AUTO[name]).from_pretrained(folder, trust_remote_code=True)
-        expected = torch.load(os.path.join(os.environ["EXPECTED"], bundle + ".pt"), weights_only=True)
-        found[bundle] = {
-            "off": [float((a - b).abs().max()) for a, b in zip(results(model), expected, strict=True)],
-            "class": type(model).__name__,
-            "module": type(model).__module__,
-        }
-        if target:
-            model.save_pretrained(os.path.join(target, bundle))
-    except Exception as error:
-        found[bundle] = {"error": repr(error)}
-print("RESULT" + json.dumps(found))
-"""
-
-
-def check_files(folder: Path, name: str) -> None:
-    """Every file that the code imports lies beside it, no import needs the package, the config names the classes."""
-    assert all(path.is_file() for path in folder.iterdir())
-    files = {path.name for path in folder.iterdir()}
-    code = {file for file in files if file.endswith(".py")}
-    assert {"configuration_xl.py", "modeling_xl.py", "config.json", "model.safetensors"} <= files
-    assert code >= {f"position_{name}.py" for name in SCHEMES} | {f"memory_{name}.py" for name in MEMORIES}
-    for file in code:
-        for node in ast.walk(ast.parse((folder / file).read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                assert node.level == 1
-                assert f"{node.module}.py" in code
-                continue
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            assert {module.split(".")[0] for module in names} <= IMPORTABLE, file
-    config = json.loads((folder / "config.json").read_text())
-    assert config["auto_map"]["AutoConfig"].endswith("configuration_xl.XLConfig")
-    assert config["auto_map"][AUTO[name]].endswith(f"modeling_xl.{name}")
-
-
-def test_remote_code(tmp_path):
-    """report G07, G09, G12: a model saved with its code loads in a fresh process without the package and gives equal
-    numbers; what that process saves elsewhere does so in another; the files are flat and complete."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
-    environment |= {
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "EXPECTED": str(first),
-    }
-    first.mkdir()
-
-    def run(script, bundles, source, target, **more):
-        arguments = [json.dumps(AUTO), json.dumps(bundles), str(source), str(target)]
-        command = [sys.executable, "-c", RESULTS + script, *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    run(SAVE, BUNDLES, "", first, PYTHONPATH=os.pathsep.join([str(PACKAGE.parent), str(Path(__file__).parent)]))
-    again = {name: BUNDLES[name] for name in ("t5-recurrence", "XLModel", "adaptive")}
-    for bundles, source, target in ((BUNDLES, first, second), (again, second, "")):
-        loaded = json.loads(run(LOAD, bundles, source, target).split("RESULT")[1])
-        assert loaded.keys() == bundles.keys()
-        for bundle, found in loaded.items():
-            assert "error" not in found, (bundle, found)
-            assert found["class"] == BUNDLES[bundle][0]
-            assert found["module"].startswith("transformers_modules")
-            assert max(found["off"]) == 0, bundle
-            check_files(source / bundle, BUNDLES[bundle][0])
 
 
 class TestWeights:

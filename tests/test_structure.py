@@ -29,6 +29,8 @@ ORDER = [
     {"few_rows_xl", "outputs_xl"},
     {"cache_xl"},
 ]
+# Against the order, in a function: a config that is saved names the models, and Transformers copies files by that line.
+LATE = ("configuration_xl", "modeling_xl")
 TRAVELS = {path.stem for path in PACKAGE.glob("*_xl.py")} | {
     path.stem for path in [*PACKAGE.glob("position*.py"), *PACKAGE.glob("memor*.py")]
 }
@@ -53,7 +55,7 @@ def imports(path: Path):
 @pytest.mark.parametrize("name", sorted(TRAVELS))
 def test_imports_point_one_way(name):
     for module, level, _ in imports(PACKAGE / f"{name}.py"):
-        if level:
+        if level and (name, module) != LATE:
             assert module in TRAVELS, f"{name} travels to the Hub but imports {module}, which does not"
             assert rank(module) > rank(name), f"{name} imports {module}, which stands left of it or beside it"
 
