@@ -213,7 +213,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def ask_for_upload(self, repo: str, revision: str) -> None:
         asked = self.body()
-        there = self.repository(repo).find(revision)
+        there = self.repository(repo, writes=True).find(revision)
         contents = {} if there is None else there.files
         answers = [
             {

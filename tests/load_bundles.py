@@ -2,9 +2,9 @@
 
     python load_bundles.py REQUESTS TARGET
 
-REQUESTS is JSON, by name: `source`, a folder or a repository; `auto`, the Auto class; `options` of from_pretrained; `tune`, to
-train the model two steps before. TARGET/NAME becomes what is saved again, TARGET/NAME.safetensors what the model says, and
-TARGET/report.json which class it was, or why it could not be loaded.
+REQUESTS is JSON, by name: `source`, a folder or a repository; `auto`, the Auto class; `options` of from_pretrained;
+`tokenizer`, whether there is one; `tune`, to train the model two steps before. TARGET/NAME/bundle becomes what is saved again,
+TARGET/NAME/said.safetensors what the model says, and TARGET/report.json which class it was, or why it could not be loaded.
 """
 
 import json
@@ -17,6 +17,10 @@ import transformers
 from safetensors.torch import save_file
 from transformers import Trainer, TrainingArguments
 
+# Transformers imports code by the last part of a folder's name and what the files hold: that of bundles by the same code is
+# then imported once, not for each.
+BUNDLE = "bundle"
+
 
 def results(model) -> dict[str, torch.Tensor]:
     """What a model says of a fixed text: two calls, with memory between them, and what it writes."""
@@ -28,7 +32,7 @@ def results(model) -> dict[str, torch.Tensor]:
             tensors = [value for value in output.to_tuple() if isinstance(value, torch.Tensor)]
             found |= {f"call {number}, output {place}": value.contiguous() for place, value in enumerate(tensors)}
         if model.can_generate():
-            found["written"] = model.generate(ids, max_new_tokens=7, do_sample=False)
+            found["written"] = model.generate(ids, max_new_tokens=3, do_sample=False)
     return found
 
 
@@ -44,23 +48,24 @@ def load(request: dict[str, Any], target: Path) -> dict[str, str]:
     options = {"trust_remote_code": True, **request.get("options", {})}
     source = request["source"]
     loaded = getattr(transformers, request["auto"]).from_pretrained(source, **options)
-    loaded.save_pretrained(target)
+    bundle = target / BUNDLE
+    loaded.save_pretrained(bundle)
     found = {"class": type(loaded).__name__, "module": type(loaded).__module__}
     if request["auto"] == "AutoConfig":
         return found
     if request.get("tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-        tokenizer.save_pretrained(target)
+        tokenizer.save_pretrained(bundle)
         if request.get("tune"):
-            tune(loaded, tokenizer, target)
-    save_file(results(loaded), f"{target}.safetensors")
+            tune(loaded, tokenizer, bundle)
+    save_file(results(loaded), target / "said.safetensors")
     return found
 
 
-def tune(model, tokenizer, target: Path) -> None:
+def tune(model, tokenizer, folder: Path) -> None:
     ids = tokenizer("some words to learn", return_tensors="pt").input_ids[0]
     arguments = TrainingArguments(
-        str(target), max_steps=2, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True
+        str(folder), max_steps=2, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True
     )
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 2, processing_class=tokenizer)
     trainer.train()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers import tiny_config
-from load_bundles import results
+from load_bundles import BUNDLE, results
 from oracles import oracle
 from report_helpers import HEADS, PAIRS, make, make_other, off
 from safetensors.torch import load_file
@@ -47,6 +47,8 @@ IMPORTABLE = {"torch", "transformers", "huggingface_hub", "safetensors", *sys.st
 # Models saved in the first format, with the code of that day and what they said: see fixtures/README.md.
 OLD = TESTS / "fixtures" / "format_1"
 OLD_MODELS = sorted(path.name for path in (OLD / "models").iterdir())
+# float64, of size 10: products in another order, as another processor adds them up.
+OTHER_MACHINE = 1e-10
 SMALL = {"vocab_size": 259, "num_hidden_layers": 2, "dtype": torch.float32}
 
 
@@ -89,19 +91,21 @@ def save_trained(folder: Path) -> dict[str, XLForCausalLM]:
     common = {"max_steps": 1, "save_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
     rows = [{"input_ids": ids[:30], "labels": ids[:30]}] * 2
     made = {}
+    runs = folder / "runs"
     for name, trainer_class, arguments, dataset in (
-        ("trainer", Trainer, TrainingArguments(str(folder / "runs" / "trainer"), **common), rows),
-        ("xl_trainer", XLTrainer, XLTrainingArguments(str(folder / "runs" / "xl_trainer"), **common), ids),
+        ("trainer", Trainer, TrainingArguments(str(runs / "trainer"), **common), rows),
+        ("xl_trainer", XLTrainer, XLTrainingArguments(str(runs / "xl_trainer"), **common), ids),
     ):
         trainer = trainer_class(make(**SMALL), arguments, train_dataset=dataset, processing_class=tokenizer)
         trainer.train()
         made[name] = trainer.model.eval()
-        (folder / "runs" / name / "checkpoint-1").rename(folder / name)
-    make(**SMALL).config.save_pretrained(folder / "runs" / "config")
-    (folder / "runs" / "text.txt").write_text(SAMPLE_TEXT.read_text()[:400])
-    command = ["train", str(folder / "runs" / "config"), "--train-file", str(folder / "runs" / "text.txt"), "--max-steps", "1"]
-    assert cli.main([*command, "--batch-size", "2", "--output-dir", str(folder / "command")]) == 0
-    made["command"] = XLForCausalLM.from_pretrained(folder / "command")
+        (folder / name).mkdir()
+        (runs / name / "checkpoint-1").rename(folder / name / BUNDLE)
+    make(**SMALL).config.save_pretrained(runs / "config")
+    (runs / "text.txt").write_text(SAMPLE_TEXT.read_text()[:400])
+    command = ["train", str(runs / "config"), "--train-file", str(runs / "text.txt"), "--max-steps", "1", "--batch-size", "2"]
+    assert cli.main([*command, "--output-dir", str(folder / "command" / BUNDLE)]) == 0
+    made["command"] = XLForCausalLM.from_pretrained(folder / "command" / BUNDLE)
     return made
 
 
@@ -121,26 +125,27 @@ def test_bundles_stand_alone(tmp_path):
     models |= {f"head-{head}": make(**changes) for head, changes in HEADS.items()}
     models |= {model_class.__name__: make_other(model_class) for model_class in AUTO_CLASSES.values()}
     for name, model in models.items():
-        model.save_pretrained(first / name)
+        model.save_pretrained(first / name / BUNDLE)
     models |= save_trained(first)
-    tiny_config().save_pretrained(first / "config")
+    tiny_config().save_pretrained(first / "config" / BUNDLE)
     for name in OLD_MODELS:
-        old_bundle(name, first / f"old-{name}")
+        old_bundle(name, first / f"old-{name}" / BUNDLE)
 
     auto_of = {model_class: auto for auto, model_class in AUTO_CLASSES.items()}
-    requests = {name: {"source": str(first / name), "auto": auto_of[type(model)]} for name, model in models.items()}
-    requests |= {f"old-{name}": {"source": str(first / f"old-{name}"), "auto": "AutoModelForCausalLM"} for name in OLD_MODELS}
-    requests["config"] = {"source": str(first / "config"), "auto": "AutoConfig"}
+    requests = {name: {"source": str(first / name / BUNDLE), "auto": auto_of[type(model)]} for name, model in models.items()}
+    for name in (f"old-{name}" for name in OLD_MODELS):
+        requests[name] = {"source": str(first / name / BUNDLE), "auto": "AutoModelForCausalLM"}
+    requests["config"] = {"source": str(first / "config" / BUNDLE), "auto": "AutoConfig"}
     for name in ("trainer", "xl_trainer", "command"):
         requests[name]["tokenizer"] = True
     # Of one bundle, the other classes that it names. Their heads are new, but for the language model's.
-    requests |= {f"as-{auto}": {"source": str(first / "rope-none"), "auto": auto} for auto in AUTO_CLASSES}
+    requests |= {f"as-{auto}": {"source": str(first / "rope-none" / BUNDLE), "auto": auto} for auto in AUTO_CLASSES}
     requests["tuned"] = {**requests["xl_trainer"], "tune": True}
 
     expected = {name: results(model) for name, model in models.items()}
     expected |= {f"old-{name}": load_file(OLD / "models" / name / "expected.safetensors") for name in OLD_MODELS}
     for name in (*models, "config"):
-        check_whole(first / name)
+        check_whole(first / name / BUNDLE)
     for target in (second, third):
         report = run_hidden(requests, target)
         for name, found in report.items():
@@ -150,31 +155,32 @@ def test_bundles_stand_alone(tmp_path):
             assert found["class"] == AUTO_MAP[auto].split(".")[1], name
             if auto == "AutoConfig":
                 continue
-            said = load_file(target / f"{name}.safetensors")
+            said = load_file(target / name / "said.safetensors")
             if name in expected:
                 assert said.keys() == expected[name].keys(), name
-                assert max(off(said[key], value) for key, value in expected[name].items()) == 0, name
+                bound = OTHER_MACHINE if name.startswith("old-") else 0
+                assert max(off(said[key], value) for key, value in expected[name].items()) <= bound, name
             else:
                 expected[name] = said
         for name in report:
             if not name.startswith("old-"):
-                check_whole(target / name)
+                check_whole(target / name / BUNDLE)
             if requests[name].get("tokenizer"):
-                assert (target / name / "tokenizer_config.json").is_file()
-                assert (target / name / "generation_config.json").is_file()
+                files = {path.name for path in (target / name / BUNDLE).iterdir()}
+                assert {"tokenizer_config.json", "generation_config.json"} <= files
         # What the third process loads the second one made; nothing is trained there, so its numbers are the second's.
-        requests = {name: {**request, "source": str(target / name), "tune": False} for name, request in requests.items()}
+        for name, request in requests.items():
+            request |= {"source": str(target / name / BUNDLE), "tune": False}
 
 
 @pytest.mark.parametrize("name", OLD_MODELS)
 def test_this_package_reads_the_first_format(name, tmp_path):
-    """A bundle that was saved when there was no format_version gives the numbers that it gave then, to the bit."""
+    """A bundle that was saved when there was no format_version gives the numbers that it gave then."""
     model = AutoModelForCausalLM.from_pretrained(old_bundle(name, tmp_path / name))
     assert type(model) is XLForCausalLM
     expected, said = load_file(OLD / "models" / name / "expected.safetensors"), results(model)
     assert said.keys() == expected.keys()
-    # float64: sums in another order, should the arithmetic have been put in another.
-    assert all(off(said[key], value) < 1e-10 for key, value in expected.items())
+    assert all(off(said[key], value) <= OTHER_MACHINE for key, value in expected.items())
     model.save_pretrained(tmp_path / "again")
     check_whole(tmp_path / "again")
 
@@ -192,6 +198,7 @@ def test_the_package_wins_where_it_is_installed(trust_remote_code, tmp_path, mon
         assert type(getattr(transformers, auto).from_pretrained(tmp_path, **options)) is model_class
 
 
+@pytest.mark.slow
 def test_former_transfo_xl_becomes_a_bundle(tmp_path):
     """A folder of Transformers' former Transformer-XL, loaded as it is and saved, is a model of this package with its code."""
     model = AutoModelForCausalLM.from_pretrained(oracle("a01_hf_mem_gt_seg_untie"))
@@ -199,7 +206,7 @@ def test_former_transfo_xl_becomes_a_bundle(tmp_path):
     check_whole(tmp_path / "saved")
     report = run_hidden({"saved": {"source": str(tmp_path / "saved"), "auto": "AutoModelForCausalLM"}}, tmp_path / "out")
     assert report["saved"]["class"] == "XLForCausalLM"
-    said = load_file(tmp_path / "out" / "saved.safetensors")
+    said = load_file(tmp_path / "out" / "saved" / "said.safetensors")
     assert all(torch.equal(said[key], value) for key, value in results(model).items())
 
 
