@@ -175,6 +175,7 @@ def make_card(
         sizes=_sizes(model),
         has_tokenizer=has_tokenizer,
         generates=model.can_generate(),
+        any_feeding=config.segment_len is not None or not config.uses_grid,
         no_roll_back=config.why_no_roll_back,
         training_data=facts.training_data or "Not stated.",
         evaluations=[(text.replace("|", "\\|"), measured) for text, measured in facts.evaluations],

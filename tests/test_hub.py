@@ -83,6 +83,11 @@ class TestCard:
         assert "No licence of the weights was stated" in card.text and "license" not in data
         assert ModelCard(str(card)).data.to_dict() == data
 
+    def test_says_where_calls_are_segments(self):
+        texts = [make_card(make(segment_len=length), "me/small").text for length in (5, None)]
+        assert ["the same numbers as one call" in text for text in texts] == [True, False]
+        assert ["every call is one segment. `generate` makes" in text for text in texts] == [False, True]
+
     @pytest.mark.parametrize("auto", AUTO_CLASSES)
     def test_names_the_class_that_loads_it(self, auto):
         card = make_card(make_other(AUTO_CLASSES[auto]), "me/small", has_tokenizer=False)
@@ -181,12 +186,13 @@ class TestPush:
                 "wrong_token": {**secret, "options": {"token": "made-up"}},
                 "token_of_them": {**secret, "options": {"token": "token-of-them"}},
                 "right_token": {**secret, "options": {"token": "reading-token-of-me"}, "tokenizer": True},
+                "cached": {**secret, "options": {"local_files_only": True}, "tokenizer": True},
             },
             tmp_path / "out",
             HF_ENDPOINT=hub.url,
             HF_HUB_OFFLINE="0",
         )
-        for name, model in (("newest", two), ("pinned", one), ("right_token", two)):
+        for name, model in (("newest", two), ("pinned", one), ("right_token", two), ("cached", two)):
             assert "error" not in report[name], report[name]
             expected = results(model)
             said = load_file(tmp_path / "out" / name / "said.safetensors")
