@@ -80,7 +80,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["inspect"], ["memory"], ["generate"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["inspect"], ["memory"], ["generate"], ["push"]], ids=str)
 def test_help(capsys, command):
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
