@@ -286,7 +286,8 @@ def push(
             there = api.list_repo_files(repo_id, revision=revision)
             if CARD_FILE in there and not overwrite_card:
                 (folder / CARD_FILE).unlink()
-                warnings.warn(f"{repo_id}: its {CARD_FILE} stays as it is; overwrite_card (--overwrite-card) replaces it", stacklevel=2)
+                mend = "overwrite_card, or --overwrite-card, replaces it"
+                warnings.warn(f"{repo_id}: its {CARD_FILE} stays as it is; {mend}", stacklevel=2)
             new = {file.name: file for file in sorted(folder.iterdir())}
             stale = [name for name in there if name not in new and any(fnmatchcase(name, weight) for weight in WEIGHT_FILES)]
             # Not upload_folder, which cuts large uploads into several commits.
