@@ -2,6 +2,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
@@ -12,17 +13,21 @@ export TOKENIZERS_PARALLELISM := false
 # Threads that wait spin by default, and on a machine with other work to do that makes small steps ten times slower.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-slow bench lint types format clean
+.PHONY: demo test test-slow test-clients bench lint types format clean
 
 demo: $(READY)
 	$(BIN)/python -m modeling_xl.demo --output-dir demo_output
 
 # One thread a worker: workers that share the cores would wait for each other.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not clients" -n $(JOBS) $(ARGS)
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(JOBS) $(ARGS)
+
+# With programs around Transformers, several hundred megabytes, in an environment of its own.
+test-clients: $(CLIENTS)/ready
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -m clients $(ARGS)
 
 # About an hour and a half on two quiet cores; it goes on where it ended. Other packages get an environment in bench_output/peers.
 bench: $(READY)
@@ -41,12 +46,15 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo_output bench_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) demo_output bench_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+$(READY): EXTRAS := train,dev,bench
+$(CLIENTS)/ready: EXTRAS := dev,clients
+
 # torch alone and first: a wider request may choose another build of it, with gigabytes of CUDA libraries.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,dev,bench]"
+$(READY) $(CLIENTS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@

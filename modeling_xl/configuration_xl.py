@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -18,6 +19,9 @@ from .positions import POSITION_SCHEMES
 # Of config.json and of the names and meaning of the weights. A change that code before it would read wrongly raises it, and
 # `XLConfig.from_dict` then turns what is older into what is now.
 FORMAT_VERSION = 1
+
+# The modules that PEFT's LoraConfig adapts where it names none.
+LORA_TARGETS = ["qkv_proj", "o_proj"]
 
 
 @strict
@@ -194,6 +198,13 @@ class XLConfig(PreTrainedConfig):
             own = {name: f"modeling_xl.{model.__name__}" for name, model in AUTO_CLASSES.items() if name not in others}
             self.auto_map = {**written, **own}
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    def to_dict(self):
+        # PEFT asks a model's config for this before it looks up what LoRA adapts by default, in a table that has no hook.
+        peft = sys.modules.get("peft.utils.constants")
+        if peft is not None:
+            peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(self.model_type, LORA_TARGETS)
+        return super().to_dict()
 
     def validate_rope(self):
         """The rotary fields are checked by `RopePosition.validate`, which knows what this package computes."""

@@ -128,11 +128,13 @@ class XLPosition(PositionScheme):
         return projected.view(-1, self.num_heads, self.head_dim).transpose(0, 1)
 
     def _sinusoid(self, distances, context: PositionContext) -> torch.Tensor:
-        weight = self.r_proj.weight
+        dtype = self.r_proj.weight.dtype
+        if not dtype.is_floating_point:  # packed by quantisation, which leaves the biases as they are
+            dtype = self._biases(context)[0].dtype
 
         def make(distances):
             if self.config.clamp_len is not None:
                 distances = distances.clamp(max=self.config.clamp_len)
-            return sinusoid(distances, weight.shape[1], weight.dtype)
+            return sinusoid(distances, self.config.hidden_size, dtype)
 
-        return context.once(f"xl {weight.dtype}", distances, make)
+        return context.once(f"xl {dtype}", distances, make)

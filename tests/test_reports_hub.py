@@ -230,3 +230,16 @@ class TestPipeline:
         assert [generator(prompt, **settings)[0]["generated_text"] for prompt in prompts] == expected
         batch = generator(prompts, batch_size=2, **settings)
         assert [found[0]["generated_text"] for found in batch] == expected
+
+    def test_chat_template(self):
+        """beside the reports: a conversation goes in by the tokenizer's template, and what generate says comes back."""
+        tokenizer = ByT5Tokenizer(extra_ids=0)
+        tokenizer.chat_template = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}assistant:"
+        model = make(dtype=torch.float32, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+        chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sing, O Muse"}]
+        prompt = "system: Be brief.\nuser: Sing, O Muse\nassistant:"
+        ids = torch.tensor([[byte + 3 for byte in prompt.encode()]])
+        said = tokenizer.decode(greedy(model, ids, 20)[0], skip_special_tokens=True)
+        generator = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+        settings = {"max_new_tokens": 20, "do_sample": False, "tokenizer_encode_kwargs": {"add_special_tokens": False}}
+        assert generator(chat, **settings)[0]["generated_text"] == [*chat, {"role": "assistant", "content": said}]

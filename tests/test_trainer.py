@@ -1,6 +1,7 @@
 """`XLTrainer`: memory carried from step to step, checkpoints that hold it, resumed and killed runs, several processes."""
 
 import contextlib
+import copy
 import gc
 import json
 import math
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import DistributedType, PartialState
 from helpers import biggest
+from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
@@ -1139,30 +1141,30 @@ class TestOtherTrainers:
         found = losses(trainer)
         assert found[-1] < found[0] - 1
 
-    @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore")  # what TRL itself says of Transformers' newest names
-    def test_supervised_fine_tuning_by_trl(self, tmp_path):
-        trl = pytest.importorskip("trl")
-        from datasets import Dataset
 
-        rows = Dataset.from_dict({"text": ["the muse sang of the man of many ways " * 3] * 8})
-        settings = trl.SFTConfig(
-            output_dir=str(tmp_path),
-            max_length=64,
-            bf16=False,
-            use_cpu=True,
-            report_to="none",
-            per_device_train_batch_size=4,
-            max_steps=12,
-            logging_steps=1,
-            learning_rate=1e-2,
-            save_strategy="no",
-        )
-        model = make_model(vocab_size=259)
-        trainer = trl.SFTTrainer(model, args=settings, train_dataset=rows, processing_class=byte_tokenizer())
-        trainer.train()
-        found = losses(trainer)
-        assert all(map(math.isfinite, found)) and found[-1] < found[0] - 0.5
+class TestAdapters:
+    @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # a name that PEFT still calls
+    def test_lora_trains_with_memory(self, tmp_path):
+        """The adapters see memory carried as the whole model does, the base stays, and a run goes on bit for bit."""
+
+        def adapted():
+            torch.manual_seed(3)
+            return get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1))
+
+        tokens, settings = blocks_of(12), {"max_steps": 9, "save_strategy": "steps", "save_steps": 4}
+        model = adapted()
+        calls = Calls(model.get_base_model())
+        whole = run(tmp_path / "a", tokens, model=model, eval_dataset=text(100), **settings)
+        assert calls.lengths[:3] == [[0] * ROWS, [SEGMENT] * ROWS, [2 * SEGMENT] * ROWS]
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        start = adapted().state_dict()
+        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, start[name])}
+        assert changed == trained != set()
+        resumed = run(tmp_path / "b", tokens, model=adapted(), resume=str(tmp_path / "a" / "checkpoint-4"), **settings)
+        assert_same_end(whole, resumed, after=4)
+        assert not (tmp_path / "a" / "checkpoint-4" / "model.safetensors").exists(), "adapters are saved, not the base"
+        expected = evaluate(copy.deepcopy(model).merge_and_unload(), text(100))
+        assert whole.evaluate()["eval_loss"] == pytest.approx(expected.loss, rel=1e-5)  # float32
 
 
 class TestCorpus:
