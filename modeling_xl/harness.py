@@ -38,6 +38,11 @@ class StreamingLM(HFLM):
             raise InputError(f"{pretrained}: has segment_len=None (every call is one segment); give a segment_len")
         if not str(self.batch_size).isdecimal():
             raise InputError(f"batch_size={self.batch_size}: is not found by trying for this model; give a number")
+        if self.tokenizer.encode("a")[-1:] != self.tokenizer.encode("a", add_special_tokens=False)[-1:]:
+            # It ends every text with a token, which would come between a context and what follows. Nor can it begin with one.
+            if self.add_bos_token:
+                raise InputError(f"add_bos_token={self.add_bos_token}: the tokenizer adds no token in front; leave it out")
+            self.add_bos_token = False
 
     @property
     def max_length(self) -> int:
