@@ -110,6 +110,13 @@ class XLGenerationMixin(GenerationMixin):
             if cache is not None:
                 cache.record_past = recorded  # assisted decoding asks for rows that later calls need not keep
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refused: what `generate_batch` and `transformers serve --continuous-batching` call first."""
+        raise ValueError(
+            "Continuous batching keeps keys and values in pages of its own, which cannot hold this model's memory; call "
+            "generate on a padded batch, which gives each row the numbers it has alone."
+        )
+
     def stream(self, ids_pieces: Iterable[torch.Tensor], cache: XLCache | None = None) -> Iterator[torch.Tensor]:
         """Scores a text that comes in pieces: for each piece of ids, the log-probabilities of its tokens given all before.
 

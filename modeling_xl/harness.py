@@ -27,9 +27,13 @@ class StreamingLM(HFLM):
     """Arguments are those of `hf` without `max_length`: a text is never cut. Further ones go to `from_pretrained`, and so to
     the config (`mem_len=512`)."""
 
+    add_bos_token: bool | None
+
     def __init__(self, pretrained: str | torch.nn.Module, max_length: int | None = None, **options: Any):
         if max_length is not None:
-            raise InputError(f"max_length={max_length}: the model modeling-xl reads whole texts; leave it out, or use --model hf")
+            raise InputError(
+                f"max_length={max_length}: the model modeling-xl reads whole texts; leave it out, or use --model hf"
+            )
         super().__init__(pretrained, **options)
         config = self.model.config
         if not isinstance(config, XLConfig):

@@ -1,4 +1,4 @@
-"""Programs around Transformers: serving, lm-evaluation-harness, TRL, quantisation. Each is skipped where it is not installed."""
+"""Programs around Transformers: serving, lm-evaluation-harness, TRL, quantisation; skipped where one is not installed."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from peft import LoraConfig
 from report_helpers import CLOSE, every_memory, greedy, make, off
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, ByT5Tokenizer, PreTrainedTokenizerFast, QuantoConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig, TorchAoConfig
 
 from modeling_xl import XLConfig, XLForCausalLM
 from modeling_xl.evaluate import evaluate
@@ -45,6 +45,8 @@ def environment(home: Path, **changes) -> dict[str, str]:
 def save_with_code(model: XLForCausalLM, folder: Path) -> None:
     XLConfig.register_for_auto_class()
     XLForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    # `transformers serve` tries this Auto class, and then looks for the class in Transformers alone.
+    model.config.auto_map = {"AutoModelForDecision": "modeling_xl.XLForCausalLM"}
     try:
         model.save_pretrained(folder)
     finally:
@@ -352,9 +354,7 @@ class TestFineTuning:
     @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
     def test_loss_falls(self, adapted, tmp_path):
         peft_config = LoraConfig(task_type="CAUSAL_LM") if adapted else None
-        found = self.losses(
-            self.trainer(tmp_path, model_for_text(), max_length=64, max_steps=30, peft_config=peft_config)
-        )
+        found = self.losses(self.trainer(tmp_path, model_for_text(), max_length=64, max_steps=30, peft_config=peft_config))
         assert all(map(math.isfinite, found)) and found[-1] < found[0] - 0.5
 
     def test_packed_documents_see_themselves(self, tmp_path):
@@ -368,6 +368,11 @@ class TestFineTuning:
             assert shape[0] == (1 if settings else 4)
             found.append(self.losses(trainer)[0])
         assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+
+    def test_heads_without_one_weight_are_not_trained(self, tmp_path):
+        """TRL's own loss stops there, and does not train on something else."""
+        with pytest.raises(AttributeError, match="no attribute 'weight'"):
+            self.losses(self.trainer(tmp_path, model_for_text(cutoffs=[60, 100]), max_length=64))
 
 
 def is_quantised(module: nn.Module) -> bool:

@@ -212,3 +212,9 @@ def test_returned_cache_continues():
     more = generate(model, output.sequences, cache=output.cache)
     assert torch.equal(more, greedy(model, ids, 2 * NEW))
     assert biggest(output.scores[0].double(), model(ids).logits[:, -1]) < 1e-5  # generate keeps scores in float32
+
+
+def test_continuous_batching_is_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"pages of its own.*call generate"):
+        model.generate_batch([[5, 6, 7]], max_new_tokens=2)

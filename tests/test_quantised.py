@@ -2,10 +2,9 @@
 
 import copy
 
-import pytest
 import torch
-from report_helpers import EXACT, every_pair, make, off
 from helpers import feed, ids_for
+from report_helpers import EXACT, every_pair, make, off
 from torch import nn
 
 
