@@ -110,6 +110,7 @@ def test_readme_runs(after_readme):
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of Trainer's default, where there is no GPU
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # a name that PEFT still calls
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "README.md"])
 def test_examples_run(page, folder, after_readme, short_training, monkeypatch):
     monkeypatch.chdir(folder)
