@@ -640,4 +640,6 @@ AUTO_CLASSES: dict[str, type[XLPreTrainedModel]] = {
     "AutoModelForSequenceClassification": XLForSequenceClassification,
     "AutoModelForTokenClassification": XLForTokenClassification,
     "AutoModelForQuestionAnswering": XLForQuestionAnswering,
+    # `transformers serve` tries this one, and then looks for the class in Transformers alone.
+    "AutoModelForDecision": XLForCausalLM,
 }

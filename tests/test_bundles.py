@@ -121,7 +121,7 @@ def test_bundles_stand_alone(tmp_path):
     for name in OLD_MODELS:
         old_bundle(name, first / f"old-{name}" / BUNDLE)
 
-    auto_of = {model_class: auto for auto, model_class in AUTO_CLASSES.items()}
+    auto_of = {model_class: auto for auto, model_class in reversed(AUTO_CLASSES.items())}
     requests = {name: {"source": str(first / name / BUNDLE), "auto": auto_of[type(model)]} for name, model in models.items()}
     for name in (f"old-{name}" for name in OLD_MODELS):
         requests[name] = {"source": str(first / name / BUNDLE), "auto": "AutoModelForCausalLM"}

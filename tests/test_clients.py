@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig, TorchAoConfig
 
-from modeling_xl import XLConfig, XLForCausalLM
+from modeling_xl import XLForCausalLM
 from modeling_xl.evaluate import evaluate
 from modeling_xl.text import InputError, byte_tokenizer
 
@@ -40,17 +40,6 @@ def environment(home: Path, **changes) -> dict[str, str]:
     """A process without this checkout's path and without the settings of this one's Hub."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
     return kept | {"HF_HOME": str(home), "OMP_NUM_THREADS": "1"} | changes
-
-
-def save_with_code(model: XLForCausalLM, folder: Path) -> None:
-    XLConfig.register_for_auto_class()
-    XLForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    # `transformers serve` tries this Auto class, and then looks for the class in Transformers alone.
-    model.config.auto_map = {"AutoModelForDecision": "modeling_xl.XLForCausalLM"}
-    try:
-        model.save_pretrained(folder)
-    finally:
-        XLConfig._auto_class = XLForCausalLM._auto_class = None
 
 
 def run(*command, home: Path, timeout=300, text=None, **changes) -> str:
@@ -86,7 +75,7 @@ class TestServing:
         path = tmp_path_factory.mktemp("served")
         tokenizer = letters_tokenizer()
         model = make(dtype=torch.float32, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
-        save_with_code(model, path / "model")
+        model.save_pretrained(path / "model")
         tokenizer.save_pretrained(path / "model")
         return path
 
@@ -252,7 +241,7 @@ class TestHarness:
     def test_hf(self, folder):
         """As any model, from a folder with its code; right where a window holds a document."""
         model = model_for_text("none")
-        save_with_code(model, folder / "model")
+        model.save_pretrained(folder / "model")
         arguments = f"pretrained={folder / 'model'},dtype=float32,max_length=1000,add_bos_token=False,trust_remote_code=True"
         self.check_all(model, self.results(folder, BIN / "lm_eval", "--model", "hf", "--model_args", arguments))
 

@@ -23,7 +23,7 @@ from test_cli import run
 from test_structure import TRAVELS
 
 from modeling_xl import XLForCausalLM, cli
-from modeling_xl.hub import CardFacts, layers_times_memory, load_bundle, make_card, push, read_evaluations
+from modeling_xl.hub import TASKS, CardFacts, layers_times_memory, load_bundle, make_card, push, read_evaluations
 from modeling_xl.modeling_xl import AUTO_CLASSES
 from modeling_xl.text import SAMPLE_TEXT, InputError, byte_tokenizer
 
@@ -88,7 +88,7 @@ class TestCard:
         assert ["the same numbers as one call" in text for text in texts] == [True, False]
         assert ["every call is one segment. `generate` makes" in text for text in texts] == [False, True]
 
-    @pytest.mark.parametrize("auto", AUTO_CLASSES)
+    @pytest.mark.parametrize("auto", TASKS)
     def test_names_the_class_that_loads_it(self, auto):
         card = make_card(make_other(AUTO_CLASSES[auto]), "me/small", has_tokenizer=False)
         assert f"import {auto}\n" in card.text and "Tokenizer" not in card.text

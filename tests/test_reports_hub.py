@@ -18,7 +18,7 @@ from modeling_xl.modeling_xl import AUTO_CLASSES
 
 PACKAGE = Path(modeling_xl.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-AUTO = {model_class.__name__: auto for auto, model_class in AUTO_CLASSES.items()}
+AUTO = {model_class.__name__: auto for auto, model_class in reversed(AUTO_CLASSES.items())}
 every_class = pytest.mark.parametrize("class_name", AUTO)
 
 
