@@ -346,6 +346,12 @@ class XLConfig(PreTrainedConfig):
         """
         return self.reach(self.mem_len)
 
+    @property
+    def layers_times_memory(self) -> int | None:
+        """What papers give as reach, N * M: the memory lengths of all layers together. None where a layer has none."""
+        lengths = [mechanism.remembered_tokens(self) for mechanism in self._mechanisms()]
+        return None if None in lengths else sum(length for length in lengths if length is not None)
+
     def reach(self, mem_len: int) -> int | float:
         """`max_context` for another memory length."""
         if self.num_sink_tokens:

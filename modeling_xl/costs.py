@@ -115,7 +115,7 @@ def count_costs(config: XLConfig, tokens: int, dtype: torch.dtype = torch.float3
             cache_bytes=cache_bytes,
             hidden_cache_bytes=filled("hidden")[1] if config.has_two_forms else None,
             max_context=int(config.max_context) if math.isfinite(config.max_context) else None,
-            layers_times_memory=None if mem_len is None else config.num_hidden_layers * mem_len,
+            layers_times_memory=config.layers_times_memory,
             decoding_macs=macs(1),
             reading_macs=macs(length) // length,
         )

@@ -130,17 +130,6 @@ def read_evaluations(path: str | Path, source: str | Path, config: XLConfig) -> 
     return [result for _, result in found]
 
 
-def layers_times_memory(config: XLConfig) -> int | None:
-    """What papers give as reach: rows of memory over all layers, a compressed one counted as the rows that it stands for.
-    None where the memory of a layer has no such length."""
-    lengths = {
-        "recurrence": config.mem_len,
-        "compressive": config.mem_len + config.compression_rate * config.compressed_mem_len,
-    }
-    found = [lengths.get(name) for name in config.layer_memory_types]
-    return None if None in found else sum(length for length in found if length is not None)
-
-
 def make_card(
     model: XLPreTrainedModel, repo_id: str, facts: CardFacts | None = None, *, has_tokenizer: bool = True
 ) -> ModelCard:
@@ -223,7 +212,7 @@ def _sizes(model: XLPreTrainedModel) -> dict[str, Any]:
     ):
         if any(getattr(mechanism, attribute) for mechanism in mechanisms):
             rows[what] = "none" if getattr(config, name) is None else getattr(config, name)
-    reach, figure = config.max_context, layers_times_memory(config)
+    reach, figure = config.max_context, config.layers_times_memory
     rows["reach: largest distance at which a token can change a logit"] = f"{reach:,}" if reach < math.inf else "no limit"
     if figure is not None:
         rows["layers times memory, the figure papers give"] = f"{figure:,}"

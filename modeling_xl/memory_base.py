@@ -83,6 +83,11 @@ class MemoryMechanism(nn.Module):
         return 0
 
     @classmethod
+    def remembered_tokens(cls, config) -> int | None:
+        """The memory length as papers state it, tokens that rows and slots stand for; None where it has no such length."""
+        return None
+
+    @classmethod
     def why_no_roll_back(cls, config) -> str | None:
         """Why newest tokens cannot be taken back from a state, or None where they can."""
         return f"memory_type='{cls.name}' folds tokens into its state."

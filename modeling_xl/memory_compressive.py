@@ -148,6 +148,10 @@ class Compressive(RowMemory):
     def kept_rows(cls, config, mem_len):
         return config.compressed_mem_len + mem_len + config.compression_rate - 1 + config.segment_len - 1
 
+    @classmethod
+    def remembered_tokens(cls, config):
+        return config.mem_len + config.compression_rate * config.compressed_mem_len
+
     def rows_of_zeros(self, mem_len):
         zeros = self._zeros(self.config, mem_len)
         return zeros + self.config.compressed_mem_len if zeros else 0

@@ -30,6 +30,10 @@ class Recurrence(RowMemory):
         return kept if config.attention_window is None else min(kept, config.attention_window - 1)
 
     @classmethod
+    def remembered_tokens(cls, config):
+        return config.mem_len
+
+    @classmethod
     def why_no_roll_back(cls, config):
         if config.segment_len is not None:
             return None

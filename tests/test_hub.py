@@ -23,7 +23,7 @@ from test_cli import run
 from test_structure import TRAVELS
 
 from modeling_xl import XLForCausalLM, cli
-from modeling_xl.hub import TASKS, CardFacts, layers_times_memory, load_bundle, make_card, push, read_evaluations
+from modeling_xl.hub import TASKS, CardFacts, load_bundle, make_card, push, read_evaluations
 from modeling_xl.modeling_xl import AUTO_CLASSES
 from modeling_xl.text import SAMPLE_TEXT, InputError, byte_tokenizer
 
@@ -103,10 +103,10 @@ class TestCard:
         assert "Weights: mit." in card.text and "Novels, read twice: {{ as they are }}." in card.text
 
     def test_layers_times_memory(self):
-        assert layers_times_memory(tiny_config()) == 3 * 7
-        assert layers_times_memory(tiny_config(memory_type="compressive")) == 3 * (7 + 2 * 4)
-        assert layers_times_memory(tiny_config(memory_type=["recurrence", "compressive", "recurrence"])) == 7 + 15 + 7
-        assert layers_times_memory(tiny_config(memory_type=["linear", "recurrence", "recurrence"])) is None
+        assert tiny_config().layers_times_memory == 3 * 7
+        assert tiny_config(memory_type="compressive").layers_times_memory == 3 * (7 + 2 * 4)
+        assert tiny_config(memory_type=["recurrence", "compressive", "recurrence"]).layers_times_memory == 7 + 15 + 7
+        assert tiny_config(memory_type=["linear", "recurrence", "recurrence"]).layers_times_memory is None
 
     def test_holds_what_was_measured(self, saved):
         """The numbers of the command's JSON, as metadata with the settings that they depend on, and in a table."""
