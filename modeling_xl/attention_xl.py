@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .feedforward_xl import XLRMSNorm
 from .few_rows_xl import apply_linear, is_plain
+from .heads_xl import HeadShare
 from .memories import MEMORY_MECHANISMS
 from .positions import POSITION_SCHEMES
 from .softmax_xl import (
@@ -55,6 +56,20 @@ class XLAttention(nn.Module):
         self.k_norm = XLRMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.position = POSITION_SCHEMES[config.position_type](config, layer_idx)
         self.memory = MEMORY_MECHANISMS[config.layer_memory_types[layer_idx]](config, layer_idx)
+        self.share: HeadShare | None = None
+
+    def share_heads(self, mesh) -> None:
+        """Leaves to this process its part of the heads, as one of a tensor-parallel group, whose weights are spread next."""
+        self.share = HeadShare(mesh, self.num_heads, self.num_key_value_heads, self.head_dim)
+        self.num_heads = len(self.share.query_heads)
+        self.num_key_value_heads = len(self.share.key_value_heads)
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.position.keep_heads(self.share.query_heads)
+        self.qkv_proj.register_forward_hook(self.share.take)
+
+    def mean_over_heads(self, values):
+        """What is a mean over this process's heads as the mean over all heads of the layer."""
+        return values if self.share is None else self.share.mean(values)
 
     def forward(self, hidden_states, memory_state, piece):
         """hidden_states (B, t, E) -> output (B, t, E), and the rest of what the memory returns."""

@@ -367,6 +367,27 @@ class XLConfig(PreTrainedConfig):
             positions = torch.minimum(oldest, positions)
         return int((start - positions).max())
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]
+        """How Transformers spreads `XLModel` over a tensor-parallel group: by heads, and by units of the feed-forward network.
+        None where the position scheme or a mechanism does not say how to spread what it holds for each head."""
+        plan = {
+            "layers.*.self_attn.qkv_proj": "colwise_gather_output",  # `HeadShare.take` takes what belongs to the heads
+            "layers.*.self_attn.o_proj": "rowwise",
+            "layers.*.mlp.up_proj": "colwise",
+            "layers.*.mlp.down_proj": "rowwise",
+        }
+        if self.gated_mlp:
+            plan["layers.*.mlp.gate_proj"] = "colwise"
+        if self.qk_norm:
+            plan |= dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
+        for part in (self.position_scheme, *dict.fromkeys(self._mechanisms())):
+            own = part.tp_plan(self)
+            if own is None:
+                return None
+            plan |= own
+        return plan
+
     def memory_fingerprint(self) -> dict[str, Any]:
         """The fields a cache depends on."""
         names = [
@@ -377,7 +398,11 @@ class XLConfig(PreTrainedConfig):
         found = {name: getattr(self, name) for name in names}
         for mechanism in dict.fromkeys(self._mechanisms()):
             found |= {name: getattr(self, name) for name in mechanism.config_fields}
-        return {**found, "memory_type": self.layer_memory_types}
+        found["memory_type"] = self.layer_memory_types
+        tp_size = getattr(getattr(self, "distributed_config", None), "tp_size", 1)
+        if tp_size > 1:  # each process keeps its own heads
+            found["tensor_parallel"] = f"process {torch.distributed.get_rank() % tp_size} of {tp_size}"
+        return found
 
 
 def _names_a_file(reference, folder) -> bool:

@@ -92,6 +92,12 @@ class MemoryMechanism(nn.Module):
         """Why newest tokens cannot be taken back from a state, or None where they can."""
         return f"memory_type='{cls.name}' folds tokens into its state."
 
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str] | None:
+        """As `PositionScheme.tp_plan`. Under tensor parallelism `attention` has some of the heads only; what mixes heads must
+        ask for `attention.mean_over_heads`."""
+        return None
+
     def slot_positions(self, state: LayerState | None, mem_len: int, position: int) -> torch.Tensor:
         """Positions of the kept rows that stand for several tokens: for each, oldest first, that of its newest token, (n,).
 
@@ -174,6 +180,10 @@ class RowMemory(MemoryMechanism):
         """`oldest_visible` without regard to a window."""
         raise NotImplementedError
 
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str]:
+        return {}
+
     def rows_of_zeros(self, mem_len: int) -> int:
         """Rows of zeros before the first token."""
         return mem_len if self.may_start_with_zeros and self.config.initial_memory == "zeros" else 0
@@ -224,7 +234,7 @@ class RowMemory(MemoryMechanism):
         output, weights = attention.softmax(
             query, encoded, key, value, context, view.mask, view.distances, view.gather_distances, sinks, piece.wants_weights
         )
-        state = self.observe(state, view, piece, query, past_key)
+        state = self.observe(attention, state, view, piece, query, past_key)
         if piece.fillers is not None:
             state = state.pack(piece.fillers)
         state, aux_loss = self.close(attention, state, piece, hidden_states.dtype)
@@ -236,7 +246,7 @@ class RowMemory(MemoryMechanism):
         """Rows (B, heads, t, size) to keep beside keys and values, from layer inputs and keys that are not encoded."""
         return {}
 
-    def observe(self, state: LayerState, view: "RowView", piece, query, past_key) -> LayerState:
+    def observe(self, attention, state: LayerState, view: "RowView", piece, query, past_key) -> LayerState:
         """Takes note of the piece's queries (B, H, t, D), not encoded; past_key (B, heads, U, D): keys of the kept rows,
         not encoded, where they were projected for the piece."""
         return state

@@ -271,7 +271,7 @@ class Compressive(RowMemory):
     # The close of a segment.
 
     @torch.no_grad()
-    def observe(self, state, view, piece, query, past_key):
+    def observe(self, attention, state, view, piece, query, past_key):
         if not self.compression.chooses:
             return state
         begin = piece.positions[:, :1]
@@ -292,7 +292,8 @@ class Compressive(RowMemory):
             if piece.fillers is not None:
                 visible &= (torch.arange(piece.width) < piece.width - piece.fillers[:, None])[:, :, None]
             index = column[:, None, :, None].expand(-1, past_key.shape[1], -1, past_key.shape[3]).to(query.device)
-            usage = usage + content_weights(query, past_key.gather(2, index), visible[:, None].to(query.device)).sum((1, 2))
+            weights = content_weights(query, past_key.gather(2, index), visible[:, None].to(query.device))
+            usage = usage + attention.mean_over_heads(weights.sum((1, 2)))
         return state.with_fixed(usage=usage)
 
     def prepare(self, attention, hidden_states, state, piece):
@@ -375,14 +376,11 @@ class Compressive(RowMemory):
         """Sum over the rows of the batch of the mean squared difference between what the segment reads from the old rows
         and from the new ones, by content alone (section 3.2); or between the old rows and what is read back from the new."""
         if self.decompression is not None:
-            difference = self.decompression(new) - old
-        else:
-            with torch.no_grad():
-                query = attention.project(segment)[0]
-                target = content_attention(query, *attention.project_past(old))
-            difference = content_attention(query, *attention.project_past(new, frozen=True)) - target
-        difference = difference.to(torch.promote_types(difference.dtype, torch.float32))
-        return difference.square().flatten(1).mean(1).sum()
+            return squared(self.decompression(new) - old)
+        with torch.no_grad():
+            query = attention.project(segment)[0]
+            target = content_attention(query, *attention.project_past(old))
+        return attention.mean_over_heads(squared(content_attention(query, *attention.project_past(new, frozen=True)) - target))
 
     def _with_slots(self, attention, state: LayerState, piece, closing: Closing, made) -> LayerState:
         """The state with the new rows as the newest slots and without what was evicted."""
@@ -434,6 +432,11 @@ class Compressive(RowMemory):
             plain, _ = attention.project_past(hidden[:, 0].to(dtype))
         _, encoded = attention.encode(plain[:, :1], plain, positions, positions, piece.context)
         return key.scatter(2, index.expand_as(encoded), encoded.to(key.dtype))
+
+
+def squared(difference) -> torch.Tensor:
+    """Sum over the rows of the batch of the mean square, in float32 at least."""
+    return difference.to(torch.promote_types(difference.dtype, torch.float32)).square().flatten(1).mean(1).sum()
 
 
 def content_weights(query, key, visible) -> torch.Tensor:

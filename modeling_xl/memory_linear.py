@@ -63,6 +63,10 @@ class LinearAttention(MemoryMechanism):
             )
 
     @classmethod
+    def tp_plan(cls, config) -> dict[str, str]:
+        return {}  # random features are the same for all heads
+
+    @classmethod
     def kept_rows(cls, config, mem_len: int) -> int:
         scheme = config.position_scheme
         far = scheme.far_distance(config) if scheme.has_bias else None

@@ -3,6 +3,7 @@
 Legend: B batch, T columns of a call, E hidden size, V vocabulary, N layers.
 """
 
+import itertools
 import math
 from typing import ClassVar, cast
 
@@ -64,6 +65,20 @@ class XLPreTrainedModel(PreTrainedModel):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        """As in Transformers, which spreads weights; under tensor parallelism each process computes its share of the heads."""
+        if mesh_manager is not None and distributed_config.tp_size > 1:
+            config = model.config
+            if config.base_model_tp_plan is None:
+                raise ValueError(
+                    f"tp_size={distributed_config.tp_size}: position_type={config.position_type!r} or memory_type="
+                    f"{config.memory_type!r} does not say how it is spread over processes; its class must define `tp_plan`."
+                )
+            for layer in model.base_model.layers:
+                layer.self_attn.share_heads(mesh_manager.get_mesh("tp"))
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
     def _with_aux(self, loss, outputs, share=1.0):
         """The loss with that of the mechanisms, as the config weighs it. share: this call's part of the loss's divisor."""
         if loss is None or outputs.aux_loss is None:
@@ -119,6 +134,11 @@ class XLModel(XLPreTrainedModel):
         self._uses_grid = config.uses_grid
         self.gradient_checkpointing = False
         self.post_init()
+
+    def init_parallel_plans(self):
+        super().init_parallel_plans()
+        if self.norm is None:
+            self._fsdp_plan.pop("norm")
 
     def get_input_embeddings(self):
         return self.embed_tokens
@@ -441,12 +461,21 @@ def next_token_targets(labels, attention_mask, ignore_index: int):
 class XLForCausalLM(XLPreTrainedModel, XLGenerationMixin):
     """The language model: logits over the next token, loss, and `generate` with bounded memory."""
 
+    _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan: ClassVar[dict[str, str]] = {"lm_head": "keep_full_weight"}
+
     def __init__(self, config: XLConfig):
         super().__init__(config)
         self._tied_weights_keys = tied_weights(config)
         self.model = XLModel(config)
         self.lm_head = make_head(config)
         self.post_init()
+
+    def init_parallel_plans(self):
+        super().init_parallel_plans()
+        if isinstance(self.lm_head, XLHead):  # what it shares with the embedding is used in parts: both stay whole
+            for plan, name in itertools.product((self._tp_plan, self._fsdp_plan), ("lm_head", "model.embed_tokens")):
+                plan.pop(name, None)
 
     def get_output_embeddings(self):
         return self.lm_head if isinstance(self.lm_head, nn.Linear) else None

@@ -42,6 +42,14 @@ class AlibiPosition(PositionScheme):
                 "give one slope a head, or None for the published slopes."
             )
 
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str]:
+        return {}  # `keep_heads` takes the slopes
+
+    def keep_heads(self, heads: range) -> None:
+        super().keep_heads(heads)
+        self.slopes = [self.slopes[head] for head in heads]
+
     def decay_rates(self) -> list[float]:
         return self.slopes
 

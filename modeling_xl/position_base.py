@@ -117,6 +117,16 @@ class PositionScheme(nn.Module):
         """The distance from which on the bias no longer changes; None if it never stops changing."""
         return None
 
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str] | None:
+        """Transformers' tensor-parallel styles for what the scheme holds for each head, by names of modules and parameters
+        in `XLModel`; None where it is not known how to spread it, which refuses tensor parallelism."""
+        return None
+
+    def keep_heads(self, heads: range) -> None:
+        """Told under tensor parallelism which heads this process computes, before the weights are spread."""
+        self.num_heads = len(heads)
+
     def decay_rates(self) -> list[float]:
         """The rate of each head, where the scheme `decays`."""
         raise NotImplementedError

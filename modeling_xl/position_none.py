@@ -7,3 +7,7 @@ class NoPosition(PositionScheme):
     """score = q . k / sqrt(D); nothing is encoded and nothing is added."""
 
     name = "none"
+
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str]:
+        return {}

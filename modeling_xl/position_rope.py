@@ -128,6 +128,10 @@ class RopePosition(PositionScheme):
                 "number >= 2 of dimensions, at most the head size; choose a factor that does."
             )
 
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str]:
+        return {}  # the same for all heads
+
     def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
         for asked in positions:
             self._rotation(asked, hidden_states, context)

@@ -78,6 +78,10 @@ class T5Position(PositionScheme):
     def far_distance(cls, config) -> int:
         return first_of_last_bucket(config.relative_attention_num_buckets, config.relative_attention_max_distance)
 
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str]:
+        return {"shared_position.table": "rowwise", "shared_position": "local_params"}  # its last axis is that of heads
+
     def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
         if distances is not None:
             self._buckets(distances, context)

@@ -67,6 +67,12 @@ class XLPosition(PositionScheme):
     def far_distance(cls, config) -> int | None:
         return config.clamp_len
 
+    @classmethod
+    def tp_plan(cls, config) -> dict[str, str]:
+        own = "layers.*.self_attn.position"
+        biases = f"{own}.biases" if config.untie_r else "shared_position"
+        return {f"{own}.r_proj": "colwise", f"{biases}.u": "colwise", f"{biases}.v": "colwise", biases: "local_params"}
+
     def _biases(self, context: PositionContext):
         biases = context.shared if self.biases is None else self.biases
         return cast(XLBiases, biases)()  # called, not read: what moves or shards weights hooks into calls

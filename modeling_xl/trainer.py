@@ -127,6 +127,11 @@ class XLTrainer(Trainer):
                 "train alone; on CPUs set use_cpu=True"
             )
         config = self.model.config
+        if (getattr(self.model, "tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"The model is spread over tp_size={self.model.tp_size} processes, which must read the same rows; XLTrainer deals "
+                "rows out to all processes. Load it without tensor parallelism (FSDP spreads weights too)."
+            )
         is_wrapped = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing
         if is_wrapped and (config.hidden_dropout or config.attention_dropout):
             raise ValueError(

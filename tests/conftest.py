@@ -3,3 +3,5 @@
 import os
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+from processes import forks  # noqa: E402, F401 (a fixture)

@@ -134,7 +134,12 @@ class TestLoss:
         assert (result.num_bytes, result.num_characters) == (2, 1)  # the rest of é, and a
 
     def test_every_setting_is_printed(self, tokens):
-        result = evaluate(make_model(num_sink_tokens=3, clamp_len=9), tokens, streams=2)
+        """Report B03: which of two numbers counts? Each comes with its settings, and comes again."""
+        model = make_model(num_sink_tokens=3, clamp_len=9)
+        result = evaluate(model, tokens, streams=2)
+        again, other = evaluate(model, tokens, streams=2), evaluate(model, tokens, streams=2, mem_len=3)
+        assert again.loss == result.loss and again.settings == result.settings
+        assert other.loss != result.loss and other.settings != result.settings
         assert (
             "segment 5, memory 7, clamp 9, window none, start empty, streams 2, batch 2, sinks 3, positions xl, memory type "
             "recurrence, dtype float64"

@@ -179,6 +179,24 @@ class TestMemory:
                 alone = model(own).logits.log_softmax(-1)[:, :-1].gather(-1, own[:, 1:, None]).sum()
                 assert off(scores[row].sum(), alone) < EXACT
 
+    @every_scheme
+    def test_order_of_what_is_attended_to(self, scheme):
+        """report B12: in which order stand memory and the tokens all see? Sinks, memory, segment, each in the order of time."""
+        model = make(scheme, num_sink_tokens=2, attn_implementation="eager")  # segments of 5, memory of 7
+        ids = ids_for(model, 2, 27)
+        cache = None
+        with torch.no_grad():
+            whole = model(ids, output_attentions=True).attentions
+            for column in range(27):
+                output = model(ids[:, column : column + 1], cache=cache, output_attentions=True)
+                cache, oldest = output.cache, max(0, column // 5 * 5 - 7)
+                for of_call, of_step in zip(whole, output.attentions, strict=True):
+                    expected = torch.cat([of_call[:, :, column, :2], of_call[:, :, column, 2 + oldest : 3 + column]], -1)
+                    assert off(of_step[:, :, 0], expected) < EXACT
+        for weights in whole:
+            assert weights[:, :, 10:, :2].all(), "a sink is visible to all who no longer see it in its place"
+            assert not weights[..., 2:].triu(1).any()
+
     @every_memory
     def test_memory_off_gives_nothing_to_feed_back(self, memory):
         """report B06: use_cache=False returns None, which can be fed back; the second call stands alone."""

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from report_helpers import CLOSE, EXACT, grads_of, ids_for, make, off, padded, worst
+from huggingface_hub.errors import StrictDataclassError
+from report_helpers import CLOSE, EXACT, MEMORIES, accepts, every_pair, grads_of, ids_for, make, off, padded, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from modeling_xl import XLCache, XLModel, linear_xl, modeling_xl
+from modeling_xl import XLCache, XLConfig, XLModel, linear_xl, modeling_xl
 
 # Texts here have some 20 tokens: what a scheme no longer tells apart, and what leaves a memory, begins well inside them.
 SCHEMES = {
@@ -540,3 +541,52 @@ def test_f13_query_that_sees_nothing(scheme):
     assert loss.isfinite()
     assert not outputs[0].any()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@every_pair
+def test_f10_nothing_leaks_from_later_tokens(scheme, memory):
+    """report F10: a causal low-rank attention leaks. A changed token changes no logits before it, by so much as a bit."""
+    model = make(scheme, memory)
+    length = 23
+    ids = ids_for(model, 1, length)
+    variants = ids.repeat(length + 1, 1)
+    variants[torch.arange(length), torch.arange(length)] = (ids[0] + 1) % 97
+    logits = model(variants).logits
+    moved = (logits[:-1] != logits[-1:]).any(-1)  # (changed token, token)
+    assert not moved.tril(-1).any()
+    assert moved.diagonal().all() and moved[:-1].diagonal(1).all()
+
+
+@every_pair
+def test_f11_any_length_will_do(scheme, memory):
+    """report F11: only one fixed length works. 1, n / 2, n and n + 1 tokens do, n being the length trained for."""
+    model = make(scheme, memory, max_position_embeddings=12)
+    ids = ids_for(model, 2, 13)
+    expected = model(ids).logits
+    for length in (1, 6, 12):
+        assert off(model(ids[:, :length]).logits, expected[:, :length]) < EXACT
+
+
+@pytest.mark.parametrize("memory", [memory for memory in MEMORIES if accepts(memory, num_sink_tokens=3)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_f14_sinks_row_by_row(scheme, memory):
+    """report F14: tokens that all see must be as many in each row. Rows with 0, 1, 3 and more so far are each as alone."""
+    model = make(scheme, memory, num_sink_tokens=3, **SCHEMES[scheme])
+    first = [0, 1, 3, 11]
+    ids = ids_for(model, 4, 30)
+    mask = (torch.arange(11) >= 11 - torch.tensor(first)[:, None]).long()
+    with torch.no_grad():
+        cache = model(ids[:, :11], mask).cache
+        found = model(ids[:, 11:], cache=cache).logits
+        for row, number in enumerate(first):
+            alone = model(ids[row : row + 1, 11 - number :]).logits
+            assert off(found[row], alone[0, number:]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["knn", "rmt", "infini", "linformer", "sparse"])
+def test_mechanisms_that_are_not_there_are_refused(name):
+    """report C03, C04 (entries found again, and how fast), C06, C11 (memory tokens read and written), F10 (low rank): these
+    mechanisms are not offered, and asking for one names those that are."""
+    for memory_type in (name, [name, "recurrence"]):
+        with pytest.raises(StrictDataclassError, match=f"memory_type=.*{name}.* is not one of {', '.join(MEMORIES)}"):
+            XLConfig(memory_type=memory_type, num_hidden_layers=2)

@@ -21,7 +21,7 @@ ORDER = [
     {"configuration_xl", "generation_xl", "grid_xl", "head_xl", "layer_xl"},
     {"attention_xl"},
     {"feedforward_xl"},
-    {"positions", "memories", "softmax_xl"},
+    {"positions", "memories", "softmax_xl", "heads_xl"},
     {"position_*", "memory_*"},
     {"compression_xl", "feature_maps_xl", "linear_xl"},
     {"memory_base"},

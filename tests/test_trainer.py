@@ -1,23 +1,16 @@
 """`XLTrainer`: memory carried from step to step, checkpoints that hold it, resumed and killed runs, several processes."""
 
-import contextlib
 import copy
 import gc
 import json
 import math
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
-import traceback
 import warnings
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -26,6 +19,7 @@ import torch.nn.functional as F
 from accelerate import DistributedType, PartialState
 from helpers import biggest
 from peft import LoraConfig, get_peft_model
+from processes import as_processes, end
 from torch.distributed.tensor import DTensor
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
@@ -835,58 +829,6 @@ class TestPrecision:
         assert losses(run(tmp_path, blocks_of(9), max_steps=2, torch_compile=True)) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.fixture(scope="module")
-def forks():
-    """Starts processes, all forked from one that has made the imports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_trainer"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        multiprocessing.forkserver.ensure_running()
-
-    def start(call, *args, **variables) -> tuple[BaseProcess, Connection]:
-        """Runs call(*args, say), where say(...) sends something here, with these environment variables."""
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(sender, variables, call, *args), daemon=True)
-        process.start()
-        sender.close()
-        return process, receiver
-
-    return start
-
-
-def child(sender, variables, call, *args) -> None:
-    os.environ.update(variables)
-    for stream in (1, 2):  # progress and warnings, which nobody reads
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    try:
-        call(*args, sender.send)
-    except BaseException:
-        sender.send(traceback.format_exc())
-        raise
-
-
-def end(*started: tuple[BaseProcess, Connection], timeout=200) -> None:
-    """Waits until all are done, or one has failed, which others may wait for; all must succeed."""
-    late = time.monotonic() + timeout
-    said: list[list] = [[] for _ in started]
-    while True:
-        codes = [process.exitcode for process, _ in started]
-        for (_, receiver), heard in zip(started, said, strict=True):
-            with contextlib.suppress(EOFError):
-                while receiver.poll():
-                    heard.append(receiver.recv())
-        if all(code == 0 for code in codes) or any(codes) or time.monotonic() > late:
-            break
-        time.sleep(0.02)
-    for process, receiver in started:
-        process.kill()
-        process.join()
-        receiver.close()
-    assert codes == [0] * len(codes), [heard[-1:] for heard in said]
-
-
 def killable(folder: str, steps: int, say) -> None:
     """Trains, from the newest whole checkpoint if there is one, and says each step."""
 
@@ -930,14 +872,6 @@ class TestKilledRuns:
     @pytest.mark.slow
     def test_they_end_as_if_never_killed_however_often(self, forks, tmp_path):
         self.check(forks, tmp_path, 90, [signal.SIGKILL] * 20, seed=1)
-
-
-def as_processes(forks, number: int, *args, call=None) -> None:
-    """Runs distributed(*args), or another call, in processes that find each other through gloo, as torchrun starts them."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(number)}
-    end(*[forks(call or distributed, *args, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(number)])
 
 
 def distributed(folder: str, steps: int, fields: dict, settings: dict, resume_at: int, say=None) -> None:
@@ -1018,7 +952,7 @@ class TestProcesses:
     def both(self, forks, path, steps, fields, settings, resume_at):
         """Logs and models of two processes, and of one with the same batch."""
         two, one = str(path / "two"), str(path / "one")
-        as_processes(forks, 2, two, steps, fields, settings, resume_at)
+        as_processes(forks, 2, distributed, two, steps, fields, settings, resume_at)
         distributed(one, steps, fields, {**settings, "per_device_train_batch_size": 2 * ROWS}, 0)
         logs = [json.loads(Path(folder, "log.json").read_text()) for folder in (two, one)]
         assert len(logs[0]) == len(logs[1]) >= steps
@@ -1047,6 +981,7 @@ class TestProcesses:
         ids=str,
     )
     def test_fifty_steps(self, forks, fields, accumulation, tmp_path):
+        """report H19: processes whose rows have fewer targets divide by the targets of all of them."""
         settings = {"gradient_accumulation_steps": accumulation, "ddp_find_unused_parameters": False, "eval_strategy": "steps"}
         self.check(forks, tmp_path, 50, fields, {**settings, "eval_steps": 10}, resume_at=25)
 
@@ -1054,7 +989,7 @@ class TestProcesses:
     def test_resume_is_exact_with_dropout(self, forks, tmp_path):
         settings = {"memory_dropout": 0.2, "stream_len": 5 * SEGMENT, "gradient_accumulation_steps": 2}
         settings["mem_len_schedule"] = {0: 0, 7: 5, 12: 11}
-        as_processes(forks, 2, str(tmp_path), 20, DROPOUT, settings, 7)
+        as_processes(forks, 2, distributed, str(tmp_path), 20, DROPOUT, settings, 7)
         with pytest.raises(ValueError, match=r"no whole checkpoint of 1 process\(es\): .* another number of processes"):
             run(tmp_path, blocks_of(9), str(tmp_path / "checkpoint-7"), max_steps=20)
 
@@ -1073,7 +1008,7 @@ class TestProcesses:
     def test_sharded(self, forks, fields, fsdp, settings, tmp_path):
         """FSDP2 on CPUs: steps and an evaluation log what one process does, but for rounding; resumed to the bit."""
         settings = {**settings, "fsdp_config": {"version": 2, **fsdp}}
-        as_processes(forks, 2, str(tmp_path), fields, settings, 3, call=sharded)
+        as_processes(forks, 2, sharded, str(tmp_path), fields, settings, 3)
         sharded(str(tmp_path), fields, settings, 0)
         two, one = (json.loads((tmp_path / f"log-{number}.json").read_text()) for number in (2, 1))
         assert [entry["step"] for entry in two] == [1, 2, 3, 4, 5, 6, 6]
@@ -1085,7 +1020,18 @@ class TestProcesses:
     def test_sharded_resume_is_exact_with_dropout(self, forks, kind, tmp_path):
         settings = {"memory_dropout": 0.2, "stream_len": 5 * SEGMENT, "activation_checkpointing": True}
         settings["fsdp_config"] = {"version": 2, "state_dict_type": f"{kind}_STATE_DICT"}
-        as_processes(forks, 2, str(tmp_path), DROPOUT, settings, 4, call=sharded)
+        as_processes(forks, 2, sharded, str(tmp_path), DROPOUT, settings, 4)
+
+
+def one_step(folder: str, size: int, say=None) -> None:
+    """A step of a plain Trainer on 8 unevenly padded rows, `size` of them in each process."""
+    ours = TestOtherTrainers()
+    settings = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    arguments = ours.settings(folder, per_device_train_batch_size=size, **settings)
+    rows = ours.dataset([37, 5, 22, 9, 30, 2, 17, 40])
+    trainer = Trainer(make_model(dtype=torch.float64), arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(f"{folder}/{size}")
 
 
 class TestOtherTrainers:
@@ -1131,6 +1077,15 @@ class TestOtherTrainers:
         assert parts == pytest.approx(whole, rel=1e-6)  # logged in float32
         assert max(biggest(a, b) for a, b in zip(gradients, others, strict=True)) < 1e-9
         assert min(float(g.abs().max()) for g in gradients if g.dim() > 1) > 0 or memory == "compressive"
+
+    @pytest.mark.slow
+    def test_two_processes_are_one_batch(self, forks, tmp_path):
+        """report H19: the loss of each of two processes is divided by the targets of both."""
+        as_processes(forks, 2, one_step, str(tmp_path), 4)
+        one_step(str(tmp_path), 8)
+        two, one = (XLForCausalLM.from_pretrained(tmp_path / str(size), dtype=torch.float64) for size in (4, 8))
+        for parameter, wanted, before in zip(two.parameters(), one.parameters(), make_model().parameters(), strict=True):
+            assert biggest(parameter, wanted) < 1e-9 and biggest(parameter, before.to(parameter)) > 0
 
     def test_loss_falls_on_long_samples(self, tmp_path):
         rows = self.dataset([40] * 8)
