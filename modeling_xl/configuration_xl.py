@@ -225,9 +225,10 @@ class XLConfig(PreTrainedConfig):
         for name in ("hidden_dropout", "attention_dropout", "embedding_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 _refuse(self, name, "must be a probability, 0 <= p < 1")
-        for name in ("norm_eps", "initializer_range"):
-            if not 0 < getattr(self, name) < 1:
-                _refuse(self, name, "must be a number between 0 and 1, both excluded")
+        if not 0 < self.initializer_range < 1:
+            _refuse(self, "initializer_range", "must be a number between 0 and 1, both excluded")
+        if not 0 < self.norm_eps < math.inf:
+            _refuse(self, "norm_eps", "must be a finite number above 0")
         if not math.isfinite(self.embedding_scale) or self.embedding_scale == 0:
             _refuse(self, "embedding_scale", "must be a finite number other than 0")
         _one_of(self, "norm_type", ("rmsnorm", "layernorm"))

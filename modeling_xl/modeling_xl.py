@@ -309,11 +309,13 @@ class XLModel(XLPreTrainedModel):
                 cache.commit(work)
         last = packing.unpack(last)
         if all_hidden is not None:
-            joined = [torch.cat(layer, 1) for layer in zip(*all_hidden, strict=True)] or [first] * len(self.layers)
+            # What one piece saw is handed out itself, so that gradients of it can be had.
+            by_layer = zip(*all_hidden, strict=True)
+            joined = [layer[0] if len(layer) == 1 else torch.cat(layer, 1) for layer in by_layer] or [first] * len(self.layers)
             all_hidden = (*(packing.unpack(layer) for layer in joined), last)
         if weights is not None:
-            by_layer = list(zip(*weights, strict=True)) or [()] * len(self.layers)
-            weights = self._join_weights(by_layer, plan.pieces if plan else [], packing)
+            weights = list(zip(*weights, strict=True)) or [()] * len(self.layers)
+            weights = self._join_weights(weights, plan.pieces if plan else [], packing)
         return XLModelOutput(
             last_hidden_state=last,
             cache=cache if use_cache else None,
@@ -426,6 +428,9 @@ class XLModel(XLPreTrainedModel):
         for layer in weights:
             if any(part is None for part in layer) or not layer:
                 joined.append(None)
+                continue
+            if len(layer) == 1 and packing.is_identity:
+                joined.append(layer[0])
                 continue
             sinks = self.config.num_sink_tokens
             before = max(part.shape[-1] - sinks - piece.width - piece.start for part, piece in zip(layer, pieces, strict=True))

@@ -115,6 +115,12 @@ class XLTrainer(Trainer):
     def __init__(self, model=None, args: XLTrainingArguments | None = None, *others: Any, **options: Any):
         if not isinstance(args, XLTrainingArguments):
             raise ValueError(f"args is {type(args).__name__}; XLTrainer needs XLTrainingArguments.")
+        tp_size = getattr(model, "tp_size", None) or 1
+        if tp_size > 1:
+            raise ValueError(
+                f"The model is spread over tp_size={tp_size} processes, which must read the same rows; XLTrainer deals rows out "
+                "to all processes. Load it without tensor parallelism (FSDP spreads weights too)."
+            )
         super().__init__(model, args, *others, **options)
         if args.n_gpu > 1:
             raise ValueError(
@@ -127,11 +133,6 @@ class XLTrainer(Trainer):
                 "train alone; on CPUs set use_cpu=True"
             )
         config = self.model.config
-        if (getattr(self.model, "tp_size", None) or 1) > 1:
-            raise ValueError(
-                f"The model is spread over tp_size={self.model.tp_size} processes, which must read the same rows; XLTrainer deals "
-                "rows out to all processes. Load it without tensor parallelism (FSDP spreads weights too)."
-            )
         is_wrapped = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing
         if is_wrapped and (config.hidden_dropout or config.attention_dropout):
             raise ValueError(
