@@ -3,6 +3,7 @@ PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 CLIENTS := .venv-clients
+SUITE := .transformers
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
@@ -13,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 # Threads that wait spin by default, and on a machine with other work to do that makes small steps ten times slower.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-slow test-clients bench lint types format clean
+.PHONY: demo test test-slow test-clients test-transformers bench lint types format clean
 
 demo: $(READY)
 	$(BIN)/python -m modeling_xl.demo --output-dir demo_output
@@ -28,6 +29,11 @@ test-slow: $(READY)
 # With programs around Transformers, several hundred megabytes, in an environment of its own.
 test-clients: $(CLIENTS)/ready
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -m clients $(ARGS)
+
+# The tests that all models of Transformers share; their marks and warnings are their own.
+test-transformers: $(READY) $(SUITE)/ready
+	OMP_NUM_THREADS=1 TRANSFORMERS_TESTS=$(CURDIR)/$(SUITE)/tests $(BIN)/python -m pytest -o addopts= -o filterwarnings=ignore \
+		-n $(JOBS) tests/test_transformers_suite.py $(ARGS)
 
 # About an hour and a half on two quiet cores; it goes on where it ended. Other packages get an environment in bench_output/peers.
 bench: $(READY)
@@ -46,8 +52,15 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) demo_output bench_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(SUITE) demo_output bench_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# They are in the source distribution and not in the wheel.
+$(SUITE)/ready: $(READY)
+	rm -rf $(SUITE)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(SUITE) "$$(grep '^transformers==' constraints.txt)"
+	tar -xzf $(SUITE)/transformers-*.tar.gz -C $(SUITE) --strip-components=1
+	touch $(SUITE)/tests/__init__.py $@
 
 $(READY): EXTRAS := train,dev,bench
 $(CLIENTS)/ready: EXTRAS := dev,clients

@@ -33,7 +33,8 @@ class HeadShare:
         count, group = num_heads // size, num_heads // num_key_value_heads
         self.query_heads = range(rank * count, (rank + 1) * count)
         self.key_value_heads = range(self.query_heads[0] // group, self.query_heads[-1] // group + 1)
-        kinds = ((0, self.query_heads), (num_heads, self.key_value_heads), (num_heads + num_key_value_heads, self.key_value_heads))
+        keys, values = num_heads, num_heads + num_key_value_heads  # where they begin
+        kinds = ((0, self.query_heads), (keys, self.key_value_heads), (values, self.key_value_heads))
         self._features = [slice((first + h[0]) * head_dim, (first + h[-1] + 1) * head_dim) for first, h in kinds]
 
     def take(self, module, args, output):

@@ -119,6 +119,7 @@ class XLModel(XLPreTrainedModel):
 
     def __init__(self, config: XLConfig):
         super().__init__(config)
+        config.validate_architecture()  # it may have been changed since it was made
         self.embed_tokens = make_embedding(config)
         self.embed_proj = None
         embedding_size = config.embedding_size or config.hidden_size

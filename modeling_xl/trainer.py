@@ -118,8 +118,8 @@ class XLTrainer(Trainer):
         tp_size = getattr(model, "tp_size", None) or 1
         if tp_size > 1:
             raise ValueError(
-                f"The model is spread over tp_size={tp_size} processes, which must read the same rows; XLTrainer deals rows out "
-                "to all processes. Load it without tensor parallelism (FSDP spreads weights too)."
+                f"The model is spread over tp_size={tp_size} processes, which must read the same rows; XLTrainer deals rows "
+                "out to all processes. Load it without tensor parallelism (FSDP spreads weights too)."
             )
         super().__init__(model, args, *others, **options)
         if args.n_gpu > 1:

@@ -4,4 +4,4 @@ import os
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-from processes import forks  # noqa: E402, F401 (a fixture)
+from processes import forks  # noqa: F401 (a fixture)

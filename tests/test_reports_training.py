@@ -92,7 +92,7 @@ class TestEveryParameterLearns:
     )
     @every_scheme
     def test_in_a_first_segment(self, scheme, memory, changes):
-        """report H05, F15: with empty memory every parameter gets a gradient, as distributed training expects; with sinks too."""
+        """report H05, F15: with empty memory, and with sinks, every parameter gets a gradient, as DDP expects."""
         model = make(scheme, memory, **changes).train()
         ids = ids_for(model, 2, 5)
         model(ids, labels=ids).loss.backward()

@@ -28,7 +28,7 @@ def load(name: str) -> types.ModuleType:
         sys.modules[PACKAGE] = package
         for folder in ("generation", "exporters", "utils"):
             as_module(folder, __path__=[str(Path(FOLDER) / folder)])
-        # What they check is in tests of this package: test_generate.py, test_reports_cache.py, test_transformers.py.
+        # What they check of generation is in test_generate.py and test_reports_cache.py.
         as_module("generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {}))
         as_module("exporters.test_export", ExportTesterMixin=type("ExportTesterMixin", (), {}))
         as_module("utils.test_configuration_utils", config_common_kwargs={"return_dict": False, "output_hidden_states": True})
