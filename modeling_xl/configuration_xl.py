@@ -369,7 +369,7 @@ class XLConfig(PreTrainedConfig):
         return int((start - positions).max())
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]
+    def base_model_tp_plan(self) -> dict[str, str] | None:
         """How Transformers spreads `XLModel` over a tensor-parallel group: by heads, and by units of the feed-forward network.
         None where the position scheme or a mechanism does not say how to spread what it holds for each head."""
         plan = {

@@ -68,6 +68,11 @@ class XLPreTrainedModel(PreTrainedModel):
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
         """As in Transformers, which spreads weights; under tensor parallelism each process computes its share of the heads."""
+        if mesh_manager is not None and distributed_config.pp_size > 1:
+            raise ValueError(
+                f"pp_size={distributed_config.pp_size}: pipeline parallelism is not offered, for its stages hand on hidden states "
+                "and no memory; set tp_size or fsdp_size instead."
+            )
         if mesh_manager is not None and distributed_config.tp_size > 1:
             config = model.config
             if config.base_model_tp_plan is None:

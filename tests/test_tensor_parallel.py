@@ -179,6 +179,11 @@ def test_what_says_nothing_of_its_heads_has_no_plan(index, member, monkeypatch):
         XLModel.maybe_distribute_model(model, DistributedConfig(tp_size=2), mesh_manager=object())
 
 
+def test_pipelines_are_refused():
+    with pytest.raises(ValueError, match="pp_size=2: pipeline parallelism is not offered"):
+        XLModel.maybe_distribute_model(XLModel(tiny_config()), DistributedConfig(pp_size=2), mesh_manager=object())
+
+
 @pytest.mark.parametrize("memory", MEMORY_MECHANISMS)
 @pytest.mark.parametrize("scheme", POSITION_SCHEMES)
 def test_every_rule_names_something(scheme, memory):
