@@ -70,8 +70,8 @@ class XLPreTrainedModel(PreTrainedModel):
         """As in Transformers, which spreads weights; under tensor parallelism each process computes its share of the heads."""
         if mesh_manager is not None and distributed_config.pp_size > 1:
             raise ValueError(
-                f"pp_size={distributed_config.pp_size}: pipeline parallelism is not offered, for its stages hand on hidden states "
-                "and no memory; set tp_size or fsdp_size instead."
+                f"pp_size={distributed_config.pp_size}: pipeline parallelism is not offered, for its stages hand on hidden "
+                "states and no memory; set tp_size or fsdp_size instead."
             )
         if mesh_manager is not None and distributed_config.tp_size > 1:
             config = model.config
