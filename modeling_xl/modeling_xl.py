@@ -634,9 +634,9 @@ class XLForTokenClassification(XLPreTrainedModel):
 
     @accepts_cache_aliases
     @can_return_tuple
-    def forward(self, input_ids=None, labels=None, **kwargs) -> XLClassifierOutput:
+    def forward(self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs) -> XLClassifierOutput:
         """Inputs as `XLModel.forward`. labels (B, T): classes, -100 where there is none. Returns logits (B, T, num_labels)."""
-        outputs = self.model(input_ids=input_ids, **kwargs)
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config)
         return XLClassifierOutput(
@@ -657,10 +657,12 @@ class XLForQuestionAnswering(XLPreTrainedModel):
 
     @accepts_cache_aliases
     @can_return_tuple
-    def forward(self, input_ids=None, start_positions=None, end_positions=None, **kwargs) -> XLQuestionAnsweringOutput:
+    def forward(
+        self, input_ids=None, attention_mask=None, start_positions=None, end_positions=None, inputs_embeds=None, **kwargs
+    ) -> XLQuestionAnsweringOutput:
         """Inputs as `XLModel.forward`. start_positions, end_positions (B,): columns of the answer's first and last token.
         Returns start_logits and end_logits (B, T)."""
-        outputs = self.model(input_ids=input_ids, **kwargs)
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

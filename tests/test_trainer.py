@@ -23,7 +23,14 @@ from processes import as_processes, end
 from torch.distributed.tensor import DTensor
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
-from modeling_xl import XLCache, XLConfig, XLForCausalLM
+from modeling_xl import (
+    XLCache,
+    XLConfig,
+    XLForCausalLM,
+    XLForQuestionAnswering,
+    XLForSequenceClassification,
+    XLForTokenClassification,
+)
 from modeling_xl.corpus import Corpus
 from modeling_xl.data import Streams
 from modeling_xl.evaluate import evaluate
@@ -1077,6 +1084,13 @@ class TestOtherTrainers:
         assert parts == pytest.approx(whole, rel=1e-6)  # logged in float32
         assert max(biggest(a, b) for a, b in zip(gradients, others, strict=True)) < 1e-9
         assert min(float(g.abs().max()) for g in gradients if g.dim() > 1) > 0 or memory == "compressive"
+
+    @pytest.mark.parametrize("kind", [XLForSequenceClassification, XLForTokenClassification, XLForQuestionAnswering])
+    def test_no_head_loses_the_mask(self, kind, tmp_path):
+        """Trainer drops the columns that `forward` does not name."""
+        rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in self.dataset([9, 5])]
+        trainer = Trainer(kind(make_model().config), self.settings(tmp_path), train_dataset=rows)
+        assert next(iter(trainer.get_train_dataloader()))["attention_mask"].sum() > 0
 
     @pytest.mark.slow
     def test_two_processes_are_one_batch(self, forks, tmp_path):

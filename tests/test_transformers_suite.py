@@ -73,9 +73,11 @@ class Tester:
         return self.prepare_config_and_inputs_for_common()
 
 
+# The texts of most tests, of 7 tokens, lie within a segment: some follow gradients through what is handed out, which is a copy
+# where several segments are joined, or count on one run of a layer a call. The others are of 64 tokens and more.
 LONG = {"segment_len": 8, "mem_len": 64}
 SHORT = {"segment_len": 8, "mem_len": 4}
-SLOTS = {"segment_len": 4, "mem_len": 4, "compressed_mem_len": 8, "compression_rate": 2}
+SLOTS = {"segment_len": 8, "mem_len": 8, "compressed_mem_len": 8, "compression_rate": 2}
 KINDS = {
     "xl_recurrence": {"position_type": "xl", **LONG},
     "xl_recurrence_short": {"position_type": "xl", **SHORT},
@@ -104,6 +106,10 @@ class Common(
             reason = "this scheme rotates nothing"
         if reason:
             pytest.skip(reason)
+
+    @property
+    def has_attentions(self) -> bool:
+        return self.fields.get("memory_type") != "linear"
 
     def setUp(self):
         eager = {"attn_implementation": "eager"} if self._testMethodName in EAGER else {}
