@@ -241,7 +241,7 @@ class Compressive(RowMemory):
 
     def attend(self, attention, hidden_states, state, piece):
         attended = super().attend(attention, hidden_states, state, piece)
-        if attended.weights is not None:
+        if attended.weights is not None and piece.start:  # in a call's first piece they stand so already
             attended = attended._replace(weights=self._by_call_column(attended.weights, state or LayerState(), piece))
         return attended
 
