@@ -28,7 +28,7 @@ FENCE = re.compile(
     re.M | re.S,
 )
 # What a block may need beside a package: of these the tests have none.
-NEVER_HERE = {"network"}
+NEVER_HERE = {"network", "torchrun"}
 
 
 class Fence(NamedTuple):
