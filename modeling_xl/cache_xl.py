@@ -425,6 +425,10 @@ class XLCache(Cache):
             )
         chosen = self.working_copy()
         chosen._take(rows.long())
+        # All rows of a batch lie in buffers as long as its longest text needs; those that stay may need less.
+        before = self.mem_len + self.config.compressed_mem_len if self.config.initial_memory == "zeros" else 0
+        most = int(chosen._lengths.max()) + before
+        chosen.states = [None if state is None else state.shrink(most) for state in chosen.states]
         return chosen
 
     def split(self) -> list["XLCache"]:
@@ -449,7 +453,8 @@ class XLCache(Cache):
         caches = [cache for cache in caches if cache.batch_size > 0]
         if not caches:
             return first.working_copy()
-        joined = caches[0].working_copy()
+        # One that has read something knows what those that have not will be: the form, and tables of distances.
+        joined = next((cache for cache in caches if any(cache.states)), caches[0]).working_copy()
         for index in range(len(joined)):
             joined.states[index] = LayerState.cat([(cache.batch_size, cache.states[index]) for cache in caches])
         for name in XLCache._COUNTERS:
@@ -523,7 +528,8 @@ class XLCache(Cache):
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a cache and the model, or another cache, that it is used with."""
-        stored = next((t.dtype for state in self.states if state is not None for t in state.tensors()), self.dtype)
+        # Of rows: what has a constant size keeps a precision of its own.
+        stored = next((t.dtype for state in self.states if state is not None for t in state.rows.values()), self.dtype)
         return {
             **self.config.memory_fingerprint(),
             "mem_len": self.mem_len,

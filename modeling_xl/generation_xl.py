@@ -48,16 +48,19 @@ def check_cache(cache, config) -> None:
     cache.check_config(config)
 
 
-def _log_probs(model, ids, cache):
-    """Reads ids (B, T) but the last, in calls of bounded size; yields log-probabilities (B, n) of those but the first."""
-    inputs, targets = ids[:, :-1], ids[:, 1:]
-    length = inputs.shape[1]
+def log_probs(model, ids, cache, mask=None):
+    """Reads ids (B, T) but the last, in calls of bounded size; yields log-probabilities (B, n) of those but the first.
+
+    mask (B, T): 0 at pads, whose log-probabilities mean nothing.
+    """
+    length = ids.shape[1] - 1
     step = length if model.config.segment_len is None else MAX_LOGITS // (len(ids) * model.config.vocab_size)
-    for part, wanted in zip(inputs.split(max(1, step), 1), targets.split(max(1, step), 1), strict=True):
-        if part.shape[1]:
-            logits = model(input_ids=part, cache=cache, use_cache=True).logits
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            yield logits.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
+    for start in range(0, length, max(1, step)):
+        stop = min(length, start + step)
+        real = None if mask is None else mask[:, start:stop]
+        logits = model(input_ids=ids[:, start:stop], attention_mask=real, cache=cache, use_cache=True).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        yield logits.log_softmax(-1).gather(-1, ids[:, start + 1 : stop + 1, None])[..., 0]
 
 
 class XLGenerationMixin(GenerationMixin):
@@ -146,7 +149,7 @@ class XLGenerationMixin(GenerationMixin):
             else:
                 raise ValueError(f"A piece has {len(ids)} rows and those before had {len(last)}; all must have as many.")
             parts = [torch.full(ids[:, :1].shape, torch.nan, device=self.device)] if last is None else []
-            parts.extend(_log_probs(self, joined, cache))
+            parts.extend(log_probs(self, joined, cache))
             last = joined[:, -1:] if joined.shape[1] else None
             yield torch.cat(parts, 1).view(piece.shape) if parts else torch.empty(piece.shape, device=self.device)
 

@@ -51,6 +51,28 @@ SETTINGS_OF = {
     },
     "linear": {"relu": {"feature_map": "relu"}, "favor": {"feature_map": "favor"}},
 }
+# Every kind of state that a cache holds.
+KEPT_STATES = [
+    pytest.param({"memory_type": "none"}, id="none"),
+    pytest.param({"memory_type": "recurrence"}, id="recurrence"),
+    pytest.param({"initial_memory": "zeros", "num_sink_tokens": 2, "attention_window": 6}, id="zeros_sinks_window"),
+    pytest.param({"segment_len": None}, id="no_grid"),
+    pytest.param({"memory_type": ["recurrence", "none", "recurrence"]}, id="mixture"),
+    pytest.param({"memory_type": "compressive", "position_type": "rope"}, id="compressive"),
+    pytest.param(
+        {
+            "memory_type": "compressive",
+            "compression_fn": "most_used",
+            "compression_loss": None,
+            "initial_memory": "zeros",
+            "num_sink_tokens": 2,
+        },
+        id="compressive_most_used_zeros_sinks",
+    ),
+    pytest.param({"memory_type": "linear", "feature_map": "favor"}, id="linear_band"),
+    pytest.param({"memory_type": "linear", "position_type": "alibi"}, id="linear_decay"),
+    pytest.param({"memory_type": ["linear", "compressive", "recurrence"], "position_type": "t5"}, id="mixture_of_three"),
+]
 
 
 def tiny_config(**changes) -> XLConfig:

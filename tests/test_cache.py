@@ -6,38 +6,17 @@ import os
 
 import pytest
 import torch
-from helpers import biggest, feed, ids_for, tiny_config, tiny_model
+from helpers import KEPT_STATES, biggest, feed, ids_for, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from modeling_xl import XLCache, XLForCausalLM
 from modeling_xl.positions import POSITION_SCHEMES
 
-MEMORIES = [
-    pytest.param({"memory_type": "none"}, id="none"),
-    pytest.param({"memory_type": "recurrence"}, id="recurrence"),
-    pytest.param({"initial_memory": "zeros", "num_sink_tokens": 2, "attention_window": 6}, id="zeros_sinks_window"),
-    pytest.param({"segment_len": None}, id="no_grid"),
-    pytest.param({"memory_type": ["recurrence", "none", "recurrence"]}, id="mixture"),
-    pytest.param({"memory_type": "compressive", "position_type": "rope"}, id="compressive"),
-    pytest.param(
-        {
-            "memory_type": "compressive",
-            "compression_fn": "most_used",
-            "compression_loss": None,
-            "initial_memory": "zeros",
-            "num_sink_tokens": 2,
-        },
-        id="compressive_most_used_zeros_sinks",
-    ),
-    pytest.param({"memory_type": "linear", "feature_map": "favor"}, id="linear_band"),
-    pytest.param({"memory_type": "linear", "position_type": "alibi"}, id="linear_decay"),
-    pytest.param({"memory_type": ["linear", "compressive", "recurrence"], "position_type": "t5"}, id="mixture_of_three"),
-]
 FORMS = pytest.mark.parametrize("gradient", [False, True], ids=["key_value", "hidden"])
 
 
-@pytest.fixture(params=MEMORIES)
+@pytest.fixture(params=KEPT_STATES)
 def model(request):
     return tiny_model(**request.param)
 
