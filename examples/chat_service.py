@@ -26,7 +26,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -181,7 +181,7 @@ def make_app(
         """A turn, and how its answer is drawn: the likeliest token each time with temperature 0."""
 
         model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-        text: str
+        text: Annotated[str, AfterValidator(whole_text)]
         max_new_tokens: Annotated[int, Field(ge=1, le=limits.max_new_tokens)] = min(64, limits.max_new_tokens)
         # Below that the logits are divided by next to nothing.
         temperature: Annotated[float, Field(ge=0.01, le=10)] | Annotated[float, Field(ge=0, le=0)] = 0.0
@@ -254,6 +254,14 @@ def make_app(
         return {"text": answer, "new_tokens": len(found), "ended": ended, "session": asdict(kept)}
 
     return app
+
+
+def whole_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character; send whole characters") from None
+    return text
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
