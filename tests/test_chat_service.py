@@ -65,7 +65,7 @@ def ask(port, method, path, body=None, headers=None, **how):
         answer = connection.getresponse()
         content = answer.read()
         is_json = answer.getheader("Content-Type") == "application/json"
-        return answer.status, json.loads(content) if is_json else content.decode()
+        return answer.status, json.loads(content) if content and is_json else content.decode()
     finally:
         connection.close()
 
@@ -340,10 +340,12 @@ def test_a_killed_server_loses_at_most_the_turn_in_flight(model, prefix, tmp_pat
             if kept > done[name]:
                 _, session[name] = answer_alone(model, session[name], f"turn {done[name]}", 5)
                 done[name] = kept
-        timer = threading.Timer(rng.uniform(0.05, 0.8), process.send_signal, [signal.SIGKILL])
-        timer.start()
+        more = rng.randint(1, 5)
         try:
             while True:
+                if not more:  # so many turns, and the next one is never finished, or just
+                    threading.Timer(rng.uniform(0.0, 0.1), process.send_signal, [signal.SIGKILL]).start()
+                more -= 1
                 name = rng.choice(names)
                 body = {"text": f"turn {done[name]}", "max_new_tokens": 5}
                 status, answer = ask(port, "POST", f"/sessions/{name}/turns", body)
@@ -355,7 +357,7 @@ def test_a_killed_server_loses_at_most_the_turn_in_flight(model, prefix, tmp_pat
             pass
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    assert turns > 10
+    assert turns >= 4
     process, port = start_server(tmp_path / "model", tmp_path / "store", "--log")
     try:
         for name in names:
