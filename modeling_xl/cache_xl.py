@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from transformers import Cache
 
 FORMAT_VERSION = 1
@@ -670,9 +670,12 @@ class XLCache(Cache):
             if not os.path.isfile(needed):
                 raise FileNotFoundError(f"{needed} does not exist: a saved cache holds cache.safetensors and cache.json.")
         try:
-            with safe_open(path, framework="pt") as file:
-                state = json.loads((file.metadata() or {})["cache"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            # Not tensor by tensor: safe_open of safetensors 0.8 leaves some bytes behind for each, without end in a long run.
+            with open(path, "rb") as file:
+                content = file.read()
+            tensors = load(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            state = json.loads(header["__metadata__"]["cache"])
             with open(described, encoding="utf-8") as file:
                 description = json.load(file)
             if description["save_id"] == state["save_id"]:
