@@ -36,7 +36,7 @@ def take_turns(model, folder: str, name: str, acknowledge: int) -> None:
                 turns = held.save(session, text).turns
             os.write(acknowledge, turns.to_bytes(4, "big"))
             copies.append(store.fork(name))
-            if len(copies) > 2:
+            while len(copies) > 2:
                 store.delete(copies.pop(0))
 
 
@@ -77,7 +77,6 @@ def main(folder: str, kills: int) -> None:
                 texts.append(text)
                 sessions.append(session)
             assert list(store.text(name)) == texts[:turns]
-            assert len(store) <= 4
             for info in store.infos():
                 with store.hold(info.id) as held:
                     kept = sessions[len([*store.text(info.id)])]
