@@ -504,6 +504,7 @@ def test_ten_thousand_turns(tmp_path):
     model = tiny_model(dtype=torch.float32, memory_type=["recurrence", "compressive", "linear"], position_type="rope")
     sizes = check_flat(model, tmp_path, 10_000, 100, lambda: psutil.Process().memory_info().rss)
     held, on_disk, files, resident = zip(*sizes, strict=True)
-    assert max(held[10:]) <= max(held[:10]) and max(on_disk[10:]) <= max(on_disk[:10]) + 100 and len(set(files)) == 1
+    # One turn in a hundred is looked at, and how full buffers are differs by a tenth.
+    assert max(held) <= 1.1 * max(held[:10]) and max(on_disk) <= 1.1 * max(on_disk[:10]) and len(set(files)) == 1
     # `generate` itself leaves some hundred bytes a call with the allocator; a state kept each time would be above 100 MB.
     assert max(resident[-10:]) - min(resident[5:15]) < 10 * 2**20
