@@ -83,19 +83,18 @@ class XLGenerationMixin(GenerationMixin):
         if cache is not None:
             check_cache(cache, self.config)
         ids = inputs if inputs is not None else kwargs.get("input_ids")
-        mask = kwargs.get("attention_mask")
+        mask, seen = kwargs.get("attention_mask"), 0
         if cache is not None and cache.get_seq_length():
             if new_tokens_only:
                 if ids is None:
                     raise ValueError("new_tokens_only=True needs the new token ids as input_ids.")
-                mask = torch.ones_like(ids) if mask is None else mask
-                if mask.shape != ids.shape:
+                if mask is not None and mask.shape != ids.shape:
                     raise ValueError(
                         f"attention_mask has shape {tuple(mask.shape)}; with new_tokens_only=True it must cover the new ids "
                         f"alone, {tuple(ids.shape)}."
                     )
-                # Transformers tells new ids from a whole text by a mask that is longer than they are.
-                kwargs["attention_mask"] = torch.cat([mask.new_ones(mask.shape[0], cache.get_seq_length()), mask], 1)
+                # The new ids are then the whole text: a mask over all columns ever seen would grow without end.
+                seen, cache.columns = cache.columns, 0
             else:
                 text = ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
                 is_whole = text is not None and (mask is None or mask.shape[1] == text.shape[1])
@@ -111,6 +110,7 @@ class XLGenerationMixin(GenerationMixin):
             return super().generate(inputs, *args, **kwargs)
         finally:
             if cache is not None:
+                cache.columns += seen
                 cache.record_past = recorded  # assisted decoding asks for rows that later calls need not keep
 
     def init_continuous_batching(self, *args, **kwargs):
