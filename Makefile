@@ -1,4 +1,4 @@
-# Every target makes the virtual environment it needs, once. Python 3.10 or newer and pip are all that must be there.
+# Every target makes the virtual environment it needs, once. Python 3.11 or newer and pip are all that must be there.
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv

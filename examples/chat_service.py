@@ -1,6 +1,6 @@
 """A chat over HTTP: sessions on disk, each of the same size after any number of turns, and a system prompt read once.
 
-    pip install "modeling-xl[serve]"
+    pip install -e ".[serve]"
     python examples/chat_service.py demo_output/model --sessions chats --end $'\\n' --turn $'{text}\\n'
 
     curl -X POST 127.0.0.1:8000/sessions
@@ -23,6 +23,7 @@ from typing import Annotated
 
 import torch
 import uvicorn
+from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -30,6 +31,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_xl import XLCache
@@ -53,6 +55,7 @@ class Limits:
     body_seconds: float = 10.0  # for a body to arrive whole
     max_batch: int = 16
     sweep_seconds: float = 60.0  # between two looks for idle sessions
+    max_waiting: int = 200  # requests at a time; more are refused by the server
 
 
 def refuse(status: int, name: str, rule: str) -> JSONResponse:
@@ -70,8 +73,13 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if b"origin" in dict(scope["headers"]):
+            await refuse(403, "origin", "pages of other sites may not call; ask from a program")(scope, receive, send)
+            return
         try:
             body = await asyncio.wait_for(self._read(scope, receive), self.limits.body_seconds)
+        except ClientDisconnect:
+            return
         except asyncio.TimeoutError:
             await refuse(408, "body", f"must arrive within {self.limits.body_seconds:g} seconds")(scope, receive, send)
             return
@@ -94,6 +102,8 @@ class BodyLimit:
         body, more = bytearray(), True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect  # what has come is not what was sent
             body += message.get("body", b"")
             if len(body) > self.limits.max_body_bytes:
                 return None
@@ -173,7 +183,7 @@ def make_app(
         end_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     else:
         end_ids = [token for end in ends for token in ids_of(tokenizer, end)]
-        if len(end_ids) != len(ends):
+        if any(len(ids_of(tokenizer, end)) != 1 for end in ends):
             raise ValueError(f"--end {ends}: each must be one token of the tokenizer; choose another one.")
     worker = Worker(model, end_ids, limits.max_batch)
 
@@ -200,6 +210,7 @@ def make_app(
                 await asyncio.sleep(limits.sweep_seconds)
                 await run_in_threadpool(store.expire)
 
+        to_thread.current_default_thread_limiter().total_tokens = 2 * limits.max_waiting  # a turn that waits holds a thread
         worker.thread.start()
         sweeper = asyncio.create_task(sweep())
         yield
@@ -215,6 +226,12 @@ def make_app(
     @app.exception_handler(SessionError)
     def on_session_error(request: Request, error: SessionError):
         return refuse(STATUS[type(error)], "session", str(error))
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(ValueError)
+    def on_broken_store(request: Request, error: Exception):
+        # Not raised on: a traceback in the server's log would hold a path, and so an id.
+        return refuse(500, "session", f"cannot be read or written ({type(error).__name__}); the last saved turn stays")
 
     @app.exception_handler(RequestValidationError)
     def on_invalid(request: Request, error: RequestValidationError):
@@ -269,6 +286,13 @@ def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
+def count(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
+    return int(text)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     limits = Limits()
     parser = argparse.ArgumentParser(description="Serve a chat on 127.0.0.1.", allow_abbrev=False)
@@ -283,9 +307,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-sessions", type=int, default=1000)
     parser.add_argument("--max-bytes", type=int, help="of one session, without its texts")
     parser.add_argument("--idle-seconds", type=float, default=24 * 3600.0, help="a session idle for longer is removed")
-    parser.add_argument("--max-new-tokens", type=int, default=limits.max_new_tokens)
-    parser.add_argument("--max-body-bytes", type=int, default=limits.max_body_bytes)
-    parser.add_argument("--max-batch", type=int, default=limits.max_batch)
+    parser.add_argument("--max-new-tokens", type=count, default=limits.max_new_tokens)
+    parser.add_argument("--max-body-bytes", type=count, default=limits.max_body_bytes)
+    parser.add_argument("--max-batch", type=count, default=limits.max_batch)
     args = parser.parse_args(argv)
     if args.turn.count("{text}") != 1:
         parser.error(f"--turn {args.turn!r}: must hold {{text}} once, where the user's text goes")
@@ -311,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     limits = Limits(max_new_tokens=args.max_new_tokens, max_body_bytes=args.max_body_bytes, max_batch=args.max_batch)
     app = make_app(model, tokenizer, store, limits, args.turn, args.end, args.log)
     # Ids are all that protects a session, so that they do not belong into a log of requests.
-    uvicorn.run(app, host="127.0.0.1", port=args.port, access_log=False, limit_concurrency=1000)
+    uvicorn.run(app, host="127.0.0.1", port=args.port, access_log=False, limit_concurrency=limits.max_waiting)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Bad input ends with exit code 2 and one line on stderr, a failure with 1.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -361,6 +362,8 @@ def _tokenizer_of_model(source: str) -> Any:
     from .configuration_xl import XLConfig
     from .text import InputError
 
+    if not Path(source).is_dir() and source.count("/") != 1:
+        raise InputError(f"{source}: no model could be loaded: there is no such folder, and models on the Hub are OWNER/NAME")
     with _blaming(f"{source}: no model could be loaded"):
         values, _ = PreTrainedConfig.get_config_dict(source)
         model_type = values.get("model_type")
@@ -506,6 +509,8 @@ def _check_plot(path: str | None) -> None:
 
     if path and not Path(path).absolute().parent.is_dir():
         raise InputError(f"{path}: its folder does not exist; make it first")
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib; install it with `pip install matplotlib`")
 
 
 def _losses(args: argparse.Namespace, source: str) -> list[Any]:

@@ -60,7 +60,7 @@ def _figure(path: str | Path, width: float = 7) -> Iterator[Any]:
     try:
         from matplotlib.figure import Figure  # not pyplot, which would touch the caller's backend
     except ImportError:
-        raise InputError("a plot needs matplotlib; install it with `pip install modeling-xl[train]`") from None
+        raise InputError("a plot needs matplotlib; install it with `pip install matplotlib`") from None
 
     figure = Figure(figsize=(width, 4.5), layout="constrained")
     yield figure

@@ -72,7 +72,8 @@ class StreamingLM(HFLM):
         size = int(override_bs or self.batch_size)
         sharing: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, _) in enumerate(requests):
-            sharing.setdefault(tuple(context), []).append(index)
+            # A context of spaces only becomes none at all, its spaces being counted to what follows.
+            sharing.setdefault(tuple(context) or (self.prefix_token_id,), []).append(index)
         contexts = sorted(sharing, key=len, reverse=True)  # such of like lengths side by side, the most work first
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar:

@@ -54,6 +54,7 @@ METRICS = {
 }
 # As `save_pretrained` names them. Those of an earlier push, cut into another number of files, would be loaded instead.
 WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+TEMPLATE_FILE = "chat_template.jinja"  # of an earlier tokenizer, which another would take for its own
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,8 @@ def push(
                 mend = "overwrite_card, or --overwrite-card, replaces it"
                 warnings.warn(f"{repo_id}: its {CARD_FILE} stays as it is; {mend}", stacklevel=2)
             new = {file.name: file for file in sorted(folder.iterdir())}
-            stale = [name for name in there if name not in new and any(fnmatchcase(name, weight) for weight in WEIGHT_FILES)]
+            replaced = (*WEIGHT_FILES, TEMPLATE_FILE) if tokenizer is not None else WEIGHT_FILES
+            stale = [name for name in there if name not in new and any(fnmatchcase(name, one) for one in replaced)]
             # Not upload_folder, which cuts large uploads into several commits.
             return api.create_commit(
                 repo_id,

@@ -27,6 +27,7 @@ from torch.nn import functional
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from .cache_xl import XLCache
+from .configuration_xl import XLConfig
 from .generation_xl import log_probs
 from .memories import MEMORY_MECHANISMS
 from .text import write_json
@@ -37,6 +38,17 @@ SESSION_FILE = "session.json"
 TEXT_FILE = "text.jsonl"
 FORMAT_VERSION = 1
 MAX_REMEMBERED = 10_000  # ids of sessions that are gone
+# What may be asked of `generate` for sessions: what looks at the next token's logits, or at which tokens there were. Others
+# count from the prompt or compare runs of tokens, and would see the pads of a batch, and a new prompt where a row leaves it.
+OPTIONS = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "suppress_tokens", "renormalize_logits", "remove_invalid_values"),
+)
+REFUSED_OPTIONS = (
+    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+    *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *("stop_strings", "sequence_bias", "bad_words_ids", "guidance_scale"),
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ def read(model, sessions: Sequence[Session], texts: Sequence[Sequence[int]]) -> 
 @torch.no_grad()
 def score(model, sessions: Sequence[Session], texts: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, Session]]:
     """For each session the log-probabilities of its text's tokens given all before, (len(text),) in nats, and the session
-    after it. A token with nothing before it has nan."""
+    after it. A token has nan if nothing is before it, or if the session has nothing pending that it could be scored by."""
     cache, ids, mask = _join(model, sessions, texts)
     missing = torch.full_like(ids[:, :1], torch.nan, dtype=torch.get_default_dtype())
     found = torch.cat([missing, *log_probs(model, ids, cache, mask)], 1)  # (B, T), of each column
@@ -102,9 +114,11 @@ def generate(
 
     A text ends with the first of `end_ids` (None: the end tokens of model.generation_config), which is returned, or after
     max_new_tokens, one number for all or one for each. It leaves the batch there, so that its memory holds what it would hold
-    alone. options: of `generate`, such as do_sample, temperature and top_k; they see the prompt and the new ids of this turn.
-    Draws come from torch's generator in the order of the batch.
+    alone. options: those of `generate` in `OPTIONS`, such as do_sample, temperature and top_k; they see the prompt and the new
+    ids of this turn. Draws come from torch's generator in the order of the batch. Raises ValueError for other options, also
+    where model.generation_config sets one.
     """
+    _check_options(model, options)
     limits = [max_new_tokens] * len(sessions) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(sessions) or not all(isinstance(limit, int) and limit >= 1 for limit in limits):
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer >= 1, or one for each of the {len(sessions)}.")
@@ -139,6 +153,17 @@ def generate(
     return [turns[row] for row in range(len(sessions))]
 
 
+def _check_options(model, options: dict[str, Any]) -> None:
+    found = {name: value for name, value in options.items() if name not in OPTIONS}
+    configured = ((name, getattr(model.generation_config, name, None)) for name in REFUSED_OPTIONS)
+    found |= {f"model.generation_config.{name}": value for name, value in configured if value not in (None, 0, 1)}
+    for name, value in found.items():
+        raise ValueError(
+            f"{name}={value!r} cannot be kept to where sessions are padded and leave a batch one by one; allowed are "
+            f"{', '.join(OPTIONS)}. Leave it out, or call model.generate with the cache of one session."
+        )
+
+
 class _SomeRowEnded(StoppingCriteria):
     """Stops the batch as soon as a row has ended, so that no row is fed what does not belong to its text."""
 
@@ -163,8 +188,17 @@ def _join(model, sessions: Sequence[Session], texts: Sequence[Sequence[int]]) ->
             f"The session at {[bool(row) for row in rows].index(False)} has no token still to be read and its text is empty: "
             "give it a token at least."
         )
+    wanted = _settings(sessions[0].cache)
+    for session in sessions[1:]:
+        for name, value in _settings(session.cache).items():
+            if value != wanted[name]:
+                raise ValueError(
+                    f"The sessions have {name}={wanted[name]!r} and {value!r}; those of a batch must agree: make them from one "
+                    "start."
+                )
     width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
+    # Pads are never read. They repeat a token of the row, so that a penalty of repetition finds nothing but the text.
+    ids = torch.tensor([row[:1] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     if int(ids.min()) < 0 or int(ids.max()) >= model.config.vocab_size:  # the last ones would only be met in the next turn
         raise ValueError(
@@ -195,8 +229,9 @@ def _split(cache: XLCache, ids: torch.Tensor) -> list[Session]:
 
 
 def weights_digest(model) -> str:
-    """A name for the weights of a model, which differs where any of them does: hexadecimal digits."""
-    digest = hashlib.sha256()
+    """A name for the weights of a model and the settings they work with, which differs where any does: hexadecimal digits."""
+    names = [name for name in XLConfig.__annotations__ if name != "format_version" and not name.endswith("_token_id")]
+    digest = hashlib.sha256(json.dumps({name: repr(getattr(model.config, name)) for name in names}).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
@@ -361,8 +396,11 @@ class SessionStore:
         """
         with self._held(session_id) as info:
             path = self.folder / info.id / str(info.turns)
-            described = _read_json(path / SESSION_FILE)
-            cache = XLCache.from_pretrained(path, self.start.cache.config)
+            try:
+                described = _read_json(path / SESSION_FILE)
+                cache = XLCache.from_pretrained(path, self.start.cache.config)
+            except FileNotFoundError:
+                raise _taken_out(session_id) from None
             held = HeldSession(self, info, Session(cache, tuple(described["pending"])))
             try:
                 yield held
@@ -386,19 +424,25 @@ class SessionStore:
         """The entries that were saved with the session's turns, oldest first."""
         info = self.info(session_id)
         if info.text_bytes:
-            with (self.folder / session_id / TEXT_FILE).open("rb") as file:
+            try:
+                file = (self.folder / session_id / TEXT_FILE).open("rb")
+            except FileNotFoundError:
+                raise _taken_out(session_id) from None
+            with file:
                 while file.tell() < info.text_bytes:  # what lies behind belongs to a turn that was never finished
                     yield json.loads(file.readline())
 
     # All of them.
 
     def infos(self) -> list[SessionInfo]:
-        """What is known of each session, oldest first."""
+        """What is known of each session, the one that was saved longest ago first."""
         with self._guard:
-            return [entry.info for entry in self._entries.values() if entry.info is not None]
+            found = [entry.info for entry in self._entries.values() if entry.info is not None]
+        return sorted(found, key=lambda info: info.saved_at)
 
     def expire(self) -> int:
         """Removes the sessions that are idle, and returns their number."""
+        self._check_open()
         with self._guard:
             before = len(self._entries)
             for name, entry in [*self._entries.items()]:
@@ -406,6 +450,10 @@ class SessionStore:
             return before - len(self._entries)
 
     # Within.
+
+    def _check_open(self) -> None:
+        if not self._lock.is_locked:
+            raise ValueError(f"{self.folder}: this SessionStore is closed; open the folder again.")
 
     def _remove_if_idle(self, session_id: str, entry: _Entry) -> None:
         info = entry.info
@@ -420,8 +468,7 @@ class SessionStore:
     def _find(self, session_id: str) -> tuple[_Entry, SessionInfo]:
         if not isinstance(session_id, str) or not ID.fullmatch(session_id):
             raise UnknownSessionError(f"session id {str(session_id)[:40]!r}: an id is 32 hexadecimal digits in lower case.")
-        if not self._lock.is_locked:
-            raise ValueError(f"{self.folder}: this SessionStore is closed; open the folder again.")
+        self._check_open()
         with self._guard:
             if session_id in self._entries:
                 self._remove_if_idle(session_id, self._entries[session_id])
@@ -444,8 +491,7 @@ class SessionStore:
             entry.lock.release()
 
     def _add(self, session: Session, entries: Sequence[Any] = (), copied: SessionInfo | None = None) -> str:
-        if not self._lock.is_locked:
-            raise ValueError(f"{self.folder}: this SessionStore is closed; open the folder again.")
+        self._check_open()
         with self._guard:
             self.expire()
             if len(self._entries) >= self.max_sessions:
@@ -459,6 +505,7 @@ class SessionStore:
             if copied is not None and copied.text_bytes:
                 shutil.copyfile(self.folder / copied.id / TEXT_FILE, path / TEXT_FILE)
                 text_bytes = copied.text_bytes
+                _sync(path / TEXT_FILE)
             text_bytes = _append(path / TEXT_FILE, text_bytes, entries)
             info = self._write(path, session_id, 0, session, text_bytes)
             path.rename(self.folder / session_id)
@@ -466,16 +513,21 @@ class SessionStore:
         except BaseException:
             with self._guard:
                 del self._entries[session_id]
-            shutil.rmtree(path, ignore_errors=True)
+            for left in (path, self.folder / session_id):
+                shutil.rmtree(left, ignore_errors=True)
             raise
         entry.info = info
         return session_id
 
     def _save(self, info: SessionInfo, session: Session, entries: Sequence[Any]) -> SessionInfo:
+        self._check_open()
         path = self.folder / info.id
+        # One that was interrupted between its rename and its end: for whoever holds the session it was not saved.
+        shutil.rmtree(path / str(info.turns + 1), ignore_errors=True)
         text_bytes = _append(path / TEXT_FILE, info.text_bytes, entries)
         saved = self._write(path, info.id, info.turns + 1, session, text_bytes)
         self._entries[info.id].info = saved
+        _sync(path)
         shutil.rmtree(path / str(info.turns), ignore_errors=True)  # what is left of it goes when the folder is opened
         return saved
 
@@ -508,19 +560,19 @@ class SessionStore:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync(path)
         return SessionInfo(**{**asdict(info), "nbytes": nbytes})
 
     def _remove(self, session_id: str, why: str) -> None:
         """Removes a session whose lock is held."""
         hidden = self.folder / f".gone-{session_id}"  # killed meanwhile, it is whole or gone
         with self._guard:
-            (self.folder / session_id).rename(hidden)
+            with contextlib.suppress(FileNotFoundError):  # somebody has taken it out of the folder
+                (self.folder / session_id).rename(hidden)
             del self._entries[session_id]
             self._gone[session_id] = why
             if len(self._gone) > MAX_REMEMBERED:
                 del self._gone[next(iter(self._gone))]
-        shutil.rmtree(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)  # what is left of it goes when the folder is opened
 
     def _check_folder(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
@@ -536,6 +588,8 @@ class SessionStore:
         path = self.folder / SETTINGS_FILE
         if not path.is_file():
             write_json(path, settings)
+            _sync(path)
+            _sync(self.folder)
         saved = _read_json(path)
         for name in {**settings, **saved}:
             if settings.get(name) != saved.get(name):
@@ -550,18 +604,23 @@ class SessionStore:
             kind, _, name = path.name.rpartition("-")
             if kind in (".new", ".gone") and ID.fullmatch(name):
                 shutil.rmtree(path)
-            elif ID.fullmatch(path.name):
+            elif ID.fullmatch(path.name) and path.is_dir():
                 turns = sorted(int(turn.name) for turn in path.iterdir() if turn.name.isdecimal())
                 try:
                     described = _read_json(path / str(turns[-1]) / SESSION_FILE)
-                    known = {name: described[name] for name in ("num_tokens", "text_bytes", "saved_at")}
-                except (OSError, ValueError, KeyError, IndexError) as error:
+                    kinds = {"num_tokens": int, "text_bytes": int, "saved_at": float}
+                    known = {name: kind(described[name]) for name, kind in kinds.items()}
+                except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                     warnings.warn(f"{path}: holds no whole session ({error!r}); it is left as it is.", stacklevel=3)
                     continue
                 for old in (".new", *map(str, turns[:-1])):
                     shutil.rmtree(path / old, ignore_errors=True)
                 nbytes = _size(path / str(turns[-1]))
                 self._entries[path.name] = _Entry(SessionInfo(id=path.name, turns=turns[-1], nbytes=nbytes, **known))
+
+
+def _taken_out(session_id: str) -> GoneSessionError:
+    return GoneSessionError(f"session {session_id}: its files were taken out of the folder; begin a new one.")
 
 
 def _settings(cache: XLCache) -> dict[str, Any]:

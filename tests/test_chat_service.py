@@ -246,6 +246,29 @@ def test_long_bodies_are_refused_however_they_are_sent(service):
     assert service.ask("GET", f"/sessions/{name}")[1]["turns"] == 2
 
 
+def test_a_body_that_is_cut_off_is_not_carried_out(service):
+    """31 of 500 bytes that happen to be whole JSON, and then nothing more."""
+    name = service.create()
+    head = f"POST /sessions/{name}/turns HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as cut:
+        cut.sendall(f'{head}Content-Length: 500\r\n\r\n{{"text": "Who is there, at all?"}}'.encode())
+    time.sleep(0.5)
+    assert service.ask("POST", f"/sessions/{name}/turns", {"text": "Now."})[1]["session"]["turns"] == 1
+
+
+def test_pages_of_other_sites_are_refused(service):
+    status, answer = service.ask("POST", "/sessions", headers={"Origin": "http://elsewhere.example"})
+    assert status == 403 and answer["error"]["field"] == "origin"
+
+
+def test_a_damaged_session_is_told_without_its_path(service, capfd, tmp_path):
+    name = service.create()
+    (tmp_path / name / "0" / "cache.safetensors").write_bytes(b"nothing")
+    status, answer = service.ask("POST", f"/sessions/{name}/turns", {"text": "Now."})
+    assert status == 500 and "cannot be read" in answer["error"]["rule"]
+    assert name not in "".join(capfd.readouterr())
+
+
 def test_limits_are_refused_with_their_status(model, prefix, tmp_path, monkeypatch):
     started, go_on = threading.Event(), threading.Event()
 

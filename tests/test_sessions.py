@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -160,8 +161,10 @@ class TestBatches:
     def test_options_see_the_turn_whatever_leaves_the_batch(self):
         """A penalty on repeated tokens needs the turn's ids, also after a shorter row has left."""
         model = tiny_model()
-        options = {"do_sample": False, "repetition_penalty": 1.8}
-        prompts = [[3, 4, 5], [9, 9, 1], [80, 2, 2]]
+        options = {"do_sample": False, "repetition_penalty": 1.8, "suppress_tokens": [7]}
+        prompts = [[3, 4, 5], [9, 9, 1, 7, 8], [80]]
+        with torch.no_grad():  # id 0 is what a short row would repeat, were its pads taken for text
+            model.lm_head.weight[0] = model.lm_head.weight.abs().amax(0)
         together = generate(model, [fresh(model)] * 3, prompts, [2, 5, 14], **options)
         for prompt, limit, (answer, _) in zip(prompts, [2, 5, 14], together, strict=True):
             assert generate(model, [fresh(model)], [prompt], limit, **options)[0][0] == answer
@@ -197,6 +200,13 @@ class TestBatches:
                 generate(model, [new], [[1]], wrong)
         with torch.no_grad(), pytest.raises(ValueError, match="2 rows"):
             Session(model(ids_for(model, 2, 4)).cache)
+        with pytest.raises(ValueError, match="no_repeat_ngram_size=2 cannot be kept to"):
+            generate(model, [new], [[1]], 3, no_repeat_ngram_size=2)
+        with pytest.raises(ValueError, match=r"have dtype=None and 'torch.bfloat16'"):
+            read(model, [begun, fresh(model, dtype=torch.bfloat16)], [[1], [2]])
+        model.generation_config.min_new_tokens = 4
+        with pytest.raises(ValueError, match=r"generation_config.min_new_tokens=4 cannot be kept to"):
+            generate(model, [new], [[1]], 3)
         with pytest.raises(ValueError, match="vocab_size"):
             read(model, [begun], [[3, 97]])
         assert begun.num_tokens == 2
@@ -430,9 +440,73 @@ class TestStore:
         name = weights_digest(model)
         assert name == weights_digest(tiny_model(dtype=torch.float32)) and len(name) == 64
         assert name != weights_digest(tiny_model(dtype=torch.bfloat16))
+        assert name != weights_digest(tiny_model(dtype=torch.float32, embedding_scale=3.0))
+        assert name == weights_digest(tiny_model(dtype=torch.float32, eos_token_id=5))
         with torch.no_grad():
             next(model.parameters()).view(-1)[3] += 1e-6
         assert name != weights_digest(model)
+
+    @pytest.mark.parametrize("place", ["rename", "sync"])
+    def test_a_save_that_is_interrupted_behind_its_rename(self, model, tmp_path, monkeypatch, place):
+        """The next turn is saved, and the text is that of the turns that were."""
+        with open_store(tmp_path, model) as store:
+            name = store.create()
+
+            def save(text):
+                with store.hold(name) as held:
+                    [(_, session)] = generate(model, [held.session], [[1, 2]], 3, do_sample=False)
+                    return held.save(session, text)
+
+            def renamed(path, target):
+                rename(path, target)
+                raise KeyboardInterrupt
+
+            def synced(path):
+                sync(path)
+                if path.name == name:
+                    raise OSError(5, "wrong")
+
+            save("one")
+            rename, sync = Path.rename, modeling_xl.sessions._sync
+            with monkeypatch.context() as patch:
+                patch.setattr(*((Path, "rename", renamed) if place == "rename" else (modeling_xl.sessions, "_sync", synced)))
+                with pytest.raises((OSError, KeyboardInterrupt)):
+                    save("a longer text than the others")
+            save("two")
+            save("three")
+            kept = ["one", "two", "three"] if place == "rename" else ["one", "a longer text than the others", "two", "three"]
+            assert list(store.text(name)) == kept
+            info = store.info(name)
+            assert info.turns == len(kept)
+        with open_store(tmp_path, model) as store:
+            assert store.info(name) == info and list(store.text(name)) == kept
+
+    def test_files_taken_out_of_the_folder(self, model, tmp_path, monkeypatch):
+        with open_store(tmp_path, model, idle_seconds=60, max_sessions=2) as store:
+            lost, kept = store.create(), store.create()
+            shutil.rmtree(tmp_path / lost)
+            with pytest.raises(GoneSessionError, match="taken out of the folder"), store.hold(lost):
+                pass
+            now = time.time()
+            monkeypatch.setattr(modeling_xl.sessions.time, "time", lambda: now + 61)
+            store.create()
+            with pytest.raises(GoneSessionError):
+                store.info(lost)
+            with pytest.raises(GoneSessionError):
+                store.info(kept)
+
+    def test_a_closed_store_writes_nothing(self, model, tmp_path):
+        first = open_store(tmp_path, model, idle_seconds=60)
+        name = first.create()
+        with first.hold(name) as held:
+            (session,) = read(model, [held.session], [[1, 2]])
+            first.close()
+            with pytest.raises(ValueError, match="closed"):
+                held.save(session, "late")
+        with pytest.raises(ValueError, match="closed"):
+            first.expire()
+        with open_store(tmp_path, model) as second:
+            assert second.info(name).turns == 0 and second.info(name).text_bytes == 0
 
     def test_one_damaged_session_leaves_the_others(self, model, tmp_path):
         with open_store(tmp_path, model) as store:
