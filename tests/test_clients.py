@@ -296,6 +296,9 @@ class TestHarness:
             assert [nats for nats, _ in found] == pytest.approx(expected, rel=1e-4)
             assert sum(fed) == read + sum(len(byte_ids(continuation)) for _, continuation in pairs)
         hook.remove()
+        # Spaces at the end of a context count to what follows, which leaves this one empty.
+        [(nats, _)] = lm.loglikelihood(self.instances("loglikelihood", ("  ", "x")), disable_tqdm=True)
+        assert nats == pytest.approx(nats_of(model, [1], "  x"), rel=1e-4)
         context = byte_ids(CHOICES[0]["question"])
         said = greedy(model, torch.tensor([context]), 6)[0].tolist()
         other = [*said[:-1], said[-1] ^ 1]
