@@ -173,6 +173,17 @@ def make_card(
     )
 
 
+def fill_card(model: XLPreTrainedModel, folder: str | Path, repo_id: str, *, token=None, revision: str | None = None) -> None:
+    """Puts the model's card in place of the empty one in `folder`, unless the repository has a card already, which stays."""
+    if HfApi(token=token).file_exists(repo_id, CARD_FILE, revision=revision):
+        return
+    path = Path(folder) / CARD_FILE
+    card = make_card(model, repo_id, has_tokenizer=(path.parent / "tokenizer_config.json").is_file())
+    given = ModelCard.load(path).data.get("tags") or () if path.is_file() else ()
+    card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *given]))
+    card.save(path)
+
+
 def _eval_results(task: str, text: str, measured: EvaluationResult) -> list[EvalResult]:
     settings = {item.name: getattr(measured, item.name) for item in fields(ModelSettings)} | {"streams": measured.streams}
     return [

@@ -3,6 +3,7 @@
 Legend: B batch, T columns of a call, E hidden size, V vocabulary, N layers.
 """
 
+import importlib
 import itertools
 import math
 from typing import ClassVar, cast
@@ -83,6 +84,17 @@ class XLPreTrainedModel(PreTrainedModel):
             for layer in model.base_model.layers:
                 layer.self_attn.share_heads(mesh_manager.get_mesh("tp"))
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
+    def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
+        """As in Transformers, for `push_to_hub`. Where the package is installed, a repository without a model card gets the
+        package's in place of an empty one."""
+        try:
+            hub = importlib.import_module(".hub", __package__)  # it does not travel, so no statement may name it
+        except ImportError:
+            pass
+        else:
+            hub.fill_card(self, working_dir, repo_id, token=kwargs.get("token"), revision=kwargs.get("revision"))
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def _with_aux(self, loss, outputs, share=1.0):
         """The loss with that of the mechanisms, as the config weighs it. share: this call's part of the loss's divisor."""

@@ -297,6 +297,17 @@ class TestPush:
         assert {file for file in files if file.endswith(".py")} == CODE
         assert set(json.loads(files["config.json"])["auto_map"]) == {*AUTO_CLASSES, "AutoConfig"}
 
+    def test_push_to_hub_fills_the_card_once(self, hub):
+        """A card that was edited since stays, as it does for `modeling-xl push`."""
+        model = make()
+        model.push_to_hub("me/small", tags=["mine"])
+        card = ModelCard(hub.repositories["me/small"].find("main").files["README.md"].decode())
+        assert card.text == make_card(model, "me/small", has_tokenizer=False).text
+        assert {"modeling_xl", "mine"} <= set(card.data.tags)
+        HfApi().upload_file(path_or_fileobj=b"---\nlicense: mit\n---\nBy hand.\n", path_in_repo="README.md", repo_id="me/small")
+        model.push_to_hub("me/small")
+        assert b"By hand." in hub.repositories["me/small"].find("main").files["README.md"]
+
 
 class TestInput:
     def test_writes_a_folder_in_place_of_uploading(self, saved, capsys, tmp_path):
