@@ -156,7 +156,7 @@ def generate(
 def _check_options(model, options: dict[str, Any]) -> None:
     found = {name: value for name, value in options.items() if name not in OPTIONS}
     configured = ((name, getattr(model.generation_config, name, None)) for name in REFUSED_OPTIONS)
-    found |= {f"model.generation_config.{name}": value for name, value in configured if value not in (None, 0, 1)}
+    found |= {f"model.generation_config.{name}": value for name, value in configured if value and value != 1}  # 1: no penalty
     for name, value in found.items():
         raise ValueError(
             f"{name}={value!r} cannot be kept to where sessions are padded and leave a batch one by one; allowed are "
@@ -508,6 +508,7 @@ class SessionStore:
                 _sync(path / TEXT_FILE)
             text_bytes = _append(path / TEXT_FILE, text_bytes, entries)
             info = self._write(path, session_id, 0, session, text_bytes)
+            _sync(path)
             path.rename(self.folder / session_id)
             _sync(self.folder)
         except BaseException:
