@@ -21,7 +21,7 @@ from .softmax_xl import (
     blocked_attention,
     causal_mask,
     gather_bias,
-    one_token_attention,
+    kernel_attention,
     plain_attention,
     scaled_scores,
     shift_by_query,
@@ -170,7 +170,7 @@ class XLAttention(nn.Module):
             mask = causal_mask(length, num_keys, query.device)
         is_simple = mask is None and sinks is None and not (has_gradient or dropout or wants_weights)
         if implementation == "sdpa" and length == 1 and is_simple and full is not None and full.dtype == query.dtype:
-            return self._merge(one_token_attention(encoded_query, key, value, full, self.scaling)), None
+            return self._merge(kernel_attention(encoded_query, key, value, full, self.scaling)), None
         if plain:
             output, weights = plain_attention(encoded_query, key, value, full, mask, self.scaling, dropout, sinks)
             return self._merge(output), weights if wants_weights else None

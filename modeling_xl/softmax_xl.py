@@ -103,8 +103,9 @@ def plain_attention(query, key, value, bias, mask, scaling: float, dropout: floa
     return output, weights
 
 
-def one_token_attention(query, key, value, bias, scaling: float) -> Tensor:
-    """Attention of one query a row (B, H, 1, D) over keys it all sees, without gradient; bias (B or 1, H, 1, K)."""
+def kernel_attention(query, key, value, bias, scaling: float) -> Tensor:
+    """torch's kernel on queries (B, H, Q, D) and keys (B, heads, K, D), all of which they see unless bias (B or 1, H, Q, K) is
+    -inf; without gradient."""
     grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, **grouped)
 
@@ -171,14 +172,11 @@ def _read(
     num_keys = key.shape[2]
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
-    grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
     output = _empty_by_column(query, value)
     for start, stop, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, num_keys):
         if query.device.type != "cpu":
             view = view.contiguous()  # kernels on accelerators want aligned rows
-        block = functional.scaled_dot_product_attention(
-            query[:, :, start:stop], key[:, :, :size], value[:, :, :size], attn_mask=view, scale=scaling, **grouped
-        )
+        block = kernel_attention(query[:, :, start:stop], key[:, :, :size], value[:, :, :size], view, scaling)
         output[:, start:stop] = block.transpose(1, 2)
     return output
 
@@ -226,6 +224,7 @@ def _train(
     rows = batch
     if kernel is not None and by_head is None and (mask is None or mask.shape[0] == 1):
         rows = 1
+    falls_low = by_head is None and kernel is None and _falls_low(table)
     output = torch.empty_like(query)
     log_sum = query.new_empty(batch, heads, num_queries)
     for start, stop, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, num_keys):
@@ -235,7 +234,7 @@ def _train(
         else:
             scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling).add_(view)
             sums = scores.logsumexp(-1)
-            weights = _weights(scores, _finite(sums)[..., None], table if by_head is None else None)
+            weights = _weights(scores, _finite(sums)[..., None], falls_low)
             if dropout:
                 weights.mul_(_kept(weights.shape, dropout, seed, start, weights))
             block = weights @ values
@@ -277,6 +276,7 @@ def _train_backward(
     queries, keys, values, grads = (by_head(t) for t in (query, key, value, grad_output))
     position = None if position_query is None else by_head(position_query)
     sums = _finite(by_head(log_sum))[..., None]
+    falls_low = position is None and _falls_low(table)
     delta = (grads * by_head(output)).sum(-1, keepdim=True)
     grad_query = torch.empty_like(queries)
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
@@ -289,7 +289,7 @@ def _train_backward(
         block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
         block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
         weights = torch.baddbmm(shifted, block_query, block_key.transpose(1, 2), alpha=scaling)
-        weights = _weights(weights, flat(sums[:, :, start:stop]), table if position is None else None)
+        weights = _weights(weights, flat(sums[:, :, start:stop]), falls_low)
         grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
         if dropout:
             kept = _kept((batch, heads, length, size), dropout, seed, start, weights)
@@ -351,16 +351,16 @@ def _finite(sums: Tensor) -> Tensor:
     return sums.masked_fill(sums == -math.inf, 0.0)
 
 
-def _weights(scores: Tensor, sums: Tensor, table: Tensor | None) -> Tensor:
-    """exp(scores - sums), in place. table: biases of distances, where they are all the bias.
+def _falls_low(table: Tensor) -> bool:
+    """Whether biases of distances, where they are all the bias, fall as low as ALiBi's: weights then can be next to nothing."""
+    return table.device.type == "cpu" and bool(table.min() < math.log(_NOTHING))
 
-    Where it falls as low as ALiBi's, weights below 1e-30 become 0: Intel's processors take a hundred times as long for
-    the subnormal numbers that such weights and their gradients would be.
-    """
+
+def _weights(scores: Tensor, sums: Tensor, falls_low: bool) -> Tensor:
+    """exp(scores - sums), in place. Those below 1e-30 become 0 where the bias falls low: Intel's processors take a hundred
+    times as long for the subnormal numbers that such weights and their gradients would be."""
     weights = scores.sub_(sums).exp_()
-    if table is not None and table.device.type == "cpu" and bool(table.min() < math.log(_NOTHING)):
-        torch.threshold_(weights, _NOTHING, 0.0)
-    return weights
+    return torch.threshold_(weights, _NOTHING, 0.0) if falls_low else weights
 
 
 def _unread(length: int, device) -> Tensor:
