@@ -32,11 +32,29 @@ class FeatureMap(nn.Module):
         """Told once at the start of a training call; is_fresh: no row carries a state."""
 
 
+class _EluPlusOne(torch.autograd.Function):
+    """exp(x) up to 0 and x + 1 from there on: elu would round exp(x) - 1 to -1 where exp(x) still counts. As one function it
+    keeps its result alone, of which the derivative is the part up to 1."""
+
+    @staticmethod
+    def forward(states):
+        return states.clamp(max=0).exp_().add_(states.clamp(min=0))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (output,) = ctx.saved_tensors
+        return grad * output.clamp(max=1)
+
+
 class EluFeatures(FeatureMap):
     """elu(x) + 1 (Katharopoulos et al., "Transformers are RNNs", ICML 2020, eq. 7)."""
 
     def query(self, query):
-        return query.clamp(max=0).exp_() + functional.relu(query)  # elu rounds exp(x) - 1 to -1 where exp(x) still counts
+        return _EluPlusOne.apply(query)
 
 
 class ReluFeatures(FeatureMap):

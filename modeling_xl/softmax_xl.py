@@ -67,6 +67,12 @@ def scaled_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
+def weighted_sums(weights: Tensor, value: Tensor) -> Tensor:
+    """(B, H, Q, K) and (B, heads, K, D) -> (B, H, Q, D)."""
+    grouped = weights.reshape(weights.shape[0], value.shape[1], -1, weights.shape[-1])
+    return (grouped @ value).view(*weights.shape[:3], value.shape[-1])
+
+
 def plain_attention(query, key, value, bias, mask, scaling: float, dropout: float = 0.0, sinks=None):
     """The reference: every score at once, in float32 at least. Any gradient, dropout, and the weights.
 
@@ -93,13 +99,9 @@ def plain_attention(query, key, value, bias, mask, scaling: float, dropout: floa
         weights = functional.dropout(weights, dropout)
     weights = weights.to(value.dtype)
 
-    def read(part, values):
-        grouped = part.reshape(part.shape[0], values.shape[1], -1, part.shape[-1])
-        return (grouped @ values).view(*part.shape[:3], values.shape[-1])
-
-    output = read(weights[..., num_sinks:], value)
+    output = weighted_sums(weights[..., num_sinks:], value)
     if sinks is not None:
-        output = output + read(weights[..., :num_sinks], sinks[1])
+        output = output + weighted_sums(weights[..., :num_sinks], sinks[1])
     return output, weights
 
 
@@ -172,11 +174,18 @@ def _read(
     num_keys = key.shape[2]
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
+    falls_low = by_head is None and _falls_low(table)
     output = _empty_by_column(query, value)
     for start, stop, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, num_keys):
-        if query.device.type != "cpu":
-            view = view.contiguous()  # kernels on accelerators want aligned rows
-        block = kernel_attention(query[:, :, start:stop], key[:, :, :size], value[:, :, :size], view, scaling)
+        block, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
+        if falls_low:
+            scores = scaled_scores(block, keys, scaling).add_(view)
+            weights = _flush(torch.softmax(scores, -1, out=scores)).to(value.dtype)
+            block = weighted_sums(weights, values)
+        else:
+            if query.device.type != "cpu":
+                view = view.contiguous()  # kernels on accelerators want aligned rows
+            block = kernel_attention(block, keys, values, view, scaling)
         output[:, start:stop] = block.transpose(1, 2)
     return output
 
@@ -357,10 +366,15 @@ def _falls_low(table: Tensor) -> bool:
 
 
 def _weights(scores: Tensor, sums: Tensor, falls_low: bool) -> Tensor:
-    """exp(scores - sums), in place. Those below 1e-30 become 0 where the bias falls low: Intel's processors take a hundred
-    times as long for the subnormal numbers that such weights and their gradients would be."""
+    """exp(scores - sums), in place."""
     weights = scores.sub_(sums).exp_()
-    return torch.threshold_(weights, _NOTHING, 0.0) if falls_low else weights
+    return _flush(weights) if falls_low else weights
+
+
+def _flush(weights: Tensor) -> Tensor:
+    """Makes weights below 1e-30 zero, in place: Intel's processors take a hundred times as long for the subnormal numbers that
+    they and their gradients would be."""
+    return torch.threshold_(weights, _NOTHING, 0.0)
 
 
 def _unread(length: int, device) -> Tensor:

@@ -38,8 +38,9 @@ def test_blocks_of_any_length_give_the_same_numbers(position, monkeypatch):
     model = tiny_model(position_type=position, memory_type="linear")
     ids = ids_for(model, 2, 90)
     found = []
-    for block in (1, 7, 64, 1000):
+    for block, run in ((1, 16), (7, 2), (7, 16), (64, 1), (1000, 16)):
         monkeypatch.setattr(linear_xl, "BLOCK", block)
+        monkeypatch.setattr(linear_xl, "RUN", run)
         found.append(model(ids).logits)
         found.append(feed(model, ids, [3, 50, 1, 36])[0])
     for logits in found[1:]:
@@ -87,6 +88,15 @@ def test_kernel_serves_what_it_covers(position, feature_map, monkeypatch):
             assert biggest(state.fixed[name], other.fixed[name]) < 1e-9 * float(1 + other.fixed[name].detach().abs().max())
     calls.clear()
     assert biggest(model(ids, document_ids=documents).logits, apart) < 1e-9 and not calls
+
+
+def test_no_kernel_where_a_bias_is_left(monkeypatch):
+    """clamp_len 1 leaves nothing to keep as rows, but a bias at distance 0 that is not that of the state."""
+    model = tiny_model(position_type="xl", memory_type="linear", clamp_len=1)
+    ids = ids_for(model, 2, 70)
+    expected = model(ids).logits
+    monkeypatch.setattr(linear_xl, "kernel_for", lambda query: chunk_simple_gla)
+    assert biggest(model(ids).logits, expected) < 1e-9
 
 
 def test_no_kernel_on_a_cpu():
