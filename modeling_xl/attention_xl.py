@@ -89,18 +89,27 @@ class XLAttention(nn.Module):
 
         frozen: gradient goes to the layer inputs only, and not to the weights here.
         """
-        first = self.num_heads * self.head_dim
+        part = slice(self.num_heads * self.head_dim, None)
         if frozen:
-            projected = _frozen(self.qkv_proj, _frozen(self.norm, hidden_states))[..., first:]
-        elif is_plain(self.qkv_proj):
-            bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
-            projected = nn.functional.linear(self.norm(hidden_states), self.qkv_proj.weight[first:], bias)
+            projected = _frozen(self.qkv_proj, _frozen(self.norm, hidden_states))[..., part]
         else:
-            projected = self.qkv_proj(self.norm(hidden_states))[..., first:]
+            projected = self._project_part(hidden_states, part)
         key, value = self._heads(projected).chunk(2, 1)
         if self.k_norm is None:
             return key, value
         return _frozen(self.k_norm, key) if frozen else self.k_norm(key), value
+
+    def project_queries(self, hidden_states):
+        """Queries (B, H, t, D) alone, not encoded."""
+        query = self._heads(self._project_part(hidden_states, slice(self.num_heads * self.head_dim)))
+        return query if self.q_norm is None else self.q_norm(query)
+
+    def _project_part(self, hidden_states, part: slice):
+        """Those columns of the projection."""
+        if not is_plain(self.qkv_proj):
+            return self.qkv_proj(self.norm(hidden_states))[..., part]
+        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[part]
+        return nn.functional.linear(self.norm(hidden_states), self.qkv_proj.weight[part], bias)
 
     def _heads(self, projected):
         """(B, t, heads * D) -> (B, heads, t, D)."""

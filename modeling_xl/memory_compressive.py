@@ -39,8 +39,8 @@ class Closing:
     """What happens at the end of a piece, the same in every layer. Empty where no segment closes.
 
     closes (B, 1): rows of the batch whose segment does. rows (B, 1): what each holds afterwards beside slots. slots, made:
-    most slots held afterwards, and made now. source (B, height): for each row of the new state one of the old, counted back
-    from their end, negative; or one of those that are made, from 0.
+    most slots held afterwards, and made now. source (B, height), or (1, height) where all are alike: for each row of the new
+    state one of the old, counted back from their end, negative; or one of those that are made, from 0.
     """
 
     closes: torch.Tensor | None = None
@@ -309,9 +309,9 @@ class Compressive(RowMemory):
         if learns:  # its gradient is zero where nothing was evicted, and not missing
             total = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros((), device=piece.device))
         for group in closing.groups:
-            hidden = state.last("hidden", state.size)[group.chosen, 0].detach().to(dtype)
+            hidden = state.last("hidden", state.size)[:, 0].detach()
             column = state.size + group.from_end
-            old = hidden.gather(1, column[..., None].expand(-1, -1, hidden.shape[-1]))
+            old = hidden[group.chosen[:, None], column].to(dtype)
             with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
                 if usage is not None:
                     kept = cast(MostUsed, self.compression).choose(usage[group.chosen, : old.shape[1]])
@@ -319,7 +319,8 @@ class Compressive(RowMemory):
                 else:
                     new, kept = self.compression(old), column[:, :0]
             if total is not None:
-                total = total + self._loss(attention, hidden[:, -self.config.segment_len :], old, new)
+                segment = hidden[:, -self.config.segment_len :].to(dtype)[group.chosen]
+                total = total + self._loss(attention, segment, old, new)
                 count += len(old)
             made.append((new.detach(), kept))
         aux_loss = None if total is None else torch.stack([total, torch.full_like(total, count)])
@@ -369,7 +370,8 @@ class Compressive(RowMemory):
         slot_age = age - closing.rows
         from_old = -1 - torch.where(slot_age < 0, age, rows + slot_age - number)
         source = torch.where((slot_age >= 0) & (slot_age < number), closing.made - 1 - slot_age, from_old)
-        closing.source = source.to(device)
+        alike = bool((source == source[:1]).all())
+        closing.source = (source[:1] if alike else source).to(device)
         return closing
 
     def _loss(self, attention, segment, old, new):
@@ -378,7 +380,7 @@ class Compressive(RowMemory):
         if self.decompression is not None:
             return squared(self.decompression(new) - old)
         with torch.no_grad():
-            query = attention.project(segment)[0]
+            query = attention.project_queries(segment)
             target = content_attention(query, *attention.project_past(old))
         return attention.mean_over_heads(squared(content_attention(query, *attention.project_past(new, frozen=True)) - target))
 
@@ -392,8 +394,10 @@ class Compressive(RowMemory):
             new = tensor.new_zeros(*tensor.shape[:2], closing.made, tensor.shape[3])
             for group, part in zip(closing.groups, parts, strict=True):
                 new[group.chosen, :, closing.made - part.shape[2] :] = part.to(new.dtype)
-            index = source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
-            return torch.cat([tensor, new], 2).gather(2, index)
+            longer = torch.cat([tensor, new], 2)
+            if len(source) == 1:
+                return longer.index_select(2, source[0])
+            return longer.gather(2, source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
         rows = {"hidden": moved("hidden", [new[:, None] for new, _ in made])}
         fixed = dict(state.fixed)

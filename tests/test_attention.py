@@ -108,6 +108,21 @@ def test_a_steep_bias_makes_no_subnormal_numbers():
         assert not ((grad != 0) & (grad.abs() < torch.finfo(torch.float32).tiny)).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_reading_under_a_steep_bias(dtype, masked):
+    """As above without gradient, with fewer heads of keys: reading, too, leaves out what weighs next to nothing."""
+    query, key, value, bias, mask = inputs(product=False, groups=2)
+    if not masked:
+        mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
+    bias = DistanceBias(None, (-8.0 * torch.arange(K - 1, -1, -1, dtype=torch.float64)).expand_as(bias.table))
+    exact = reference(query, key, value, bias, mask)
+    query, key, value, table = (tensor.to(dtype) for tensor in (query, key, value, bias.table))
+    found = blocked_attention(query, key, value, DistanceBias(None, table), mask if masked else None, 0.3)
+    assert found.dtype == dtype
+    assert biggest(exact, found.double()) < (1e-5 if dtype == torch.float32 else 0.05)  # 0.05: three digits of inputs of size 3
+
+
 def test_dropout_is_unbiased_and_drawn_anew_for_each_block():
     """Uniform weights over 211 keys: the mean output is the value, and blocks do not repeat one another's pattern."""
     query, key, value = torch.zeros(1, 1, 2 * BLOCK, D), torch.zeros(1, 1, 3 * BLOCK, D), torch.ones(1, 1, 3 * BLOCK, D)
