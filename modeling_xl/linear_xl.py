@@ -291,29 +291,34 @@ def with_kernel(kernel, query, key, value, state, rates):
 
 def at_once(query, key, value, state):
     """`blockwise` where every query sees all before it and every weight is 1: many blocks in one product. value None: all 1."""
-    groups, length = key.shape[1], query.shape[2]
-    whole, rest = divmod(length, BLOCK)
+    whole, rest = divmod(query.shape[2], BLOCK)
     widths = [BLOCK * min(RUN, whole - block) for block in range(0, whole, RUN)] + [rest] * bool(rest)
     values = [None] * len(widths) if value is None else value.split(widths, 2)
     outputs = []
-    for query, key, value in zip(query.split(widths, 2), key.split(widths, 2), values, strict=True):
-        size = min(BLOCK, query.shape[2])
-        rows = query.unflatten(1, (groups, -1)).unflatten(3, (-1, size)).transpose(2, 3)  # (B, G, blocks, g, C, F)
-        rows, shape = rows.flatten(3, 4), rows.shape
-        keys = key.unflatten(2, (-1, size))  # (B, G, blocks, C, F)
-        scores = (rows @ keys.transpose(-1, -2)).unflatten(3, (-1, size)).tril_().flatten(3, 4)
-        if value is None:
-            output, sums = scores.sum(-1, keepdim=True), keys.sum(3)[..., None]
-        else:
-            value = value.unflatten(2, (-1, size))
-            output, sums = scores @ value, keys.transpose(-1, -2) @ value
-        states = running_sums(torch.cat([state[:, :, None], sums], 2))
-        output, state = output + rows @ states[:, :, :-1], states[:, :, -1]
-        outputs.append(output.view(*shape[:5], -1).transpose(2, 3).flatten(3, 4).flatten(1, 2))
+    for part in zip(query.split(widths, 2), key.split(widths, 2), values, strict=True):
+        output, state = _run(*part, state)
+        outputs.append(output)
     return torch.cat(outputs, 2), state
 
 
-def running_sums(states):
+def _run(query, key, value, state):
+    """The same for a whole number of blocks, or for less than one."""
+    size = min(BLOCK, query.shape[2])
+    rows = query.unflatten(1, (key.shape[1], -1)).unflatten(3, (-1, size)).transpose(2, 3)  # (B, G, blocks, g, C, F)
+    rows, shape = rows.flatten(3, 4), rows.shape
+    key = key.unflatten(2, (-1, size))  # (B, G, blocks, C, F)
+    scores = (rows @ key.transpose(-1, -2)).unflatten(3, (-1, size)).tril_().flatten(3, 4)
+    if value is None:
+        output, sums = scores.sum(-1, keepdim=True), key.sum(3)[..., None]
+    else:
+        value = value.unflatten(2, (-1, size))
+        output, sums = scores @ value, key.transpose(-1, -2) @ value
+    states = _running_sums(torch.cat([state[:, :, None], sums], 2))
+    output = (output + rows @ states[:, :, :-1]).view(*shape[:5], -1)
+    return output.transpose(2, 3).flatten(3, 4).flatten(1, 2), states[:, :, -1]
+
+
+def _running_sums(states):
     """Sums over the third dimension up to each place: as a product, which takes a tenth of the time of cumsum."""
     number = states.shape[2]
     return (states.new_ones(number, number).tril_() @ states.flatten(3)).view_as(states)

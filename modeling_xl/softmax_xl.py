@@ -124,20 +124,20 @@ def _spared(query, table, num_queries: int, num_keys: int):
     return table if query is None or missing <= 0 else functional.pad(table, (0, 0, 0, missing))
 
 
-def _skewed(query, table, batch: int, first: int, size: int, start: int, stop: int):
-    """The buffer (H, B', t, W) of the block [start, stop) and its shifted view (B', H, t, S).
+def _skewed(space, query, table, batch: int, first: int, size: int, start: int, stop: int):
+    """The buffer (H, B', t, W) of the block [start, stop), in `space`, and its shifted view (B', H, t, S).
 
     query: (H, B, Q, D) contiguous or None. table: (H, K + spare, D) or (H, K); the block sees its columns from `first` on.
     """
     heads, length = table.shape[0], stop - start
     width = size + length - 1
+    buffer = space[: heads * batch * length * width].view(heads, batch, length, width)
     if query is None:
-        buffer = table.new_empty(heads, batch, length, width)
         buffer[..., :size] = table[:, None, None, first:]
     else:
         # The whole width, for a product into a part of a tensor would go through the heads one by one.
         block = query[:, :, start:stop].reshape(heads, batch * length, -1)
-        buffer = torch.bmm(block, table[:, first : first + width].transpose(1, 2)).view(heads, batch, length, width)
+        torch.bmm(block, table[:, first : first + width].transpose(1, 2), out=buffer.view(heads, batch * length, width))
     buffer[..., size:] = -math.inf
     strides = (length * width, batch * length * width, width - 1, 1)
     return buffer, buffer.as_strided((batch, heads, length, size), strides, length - 1)
@@ -145,11 +145,15 @@ def _skewed(query, table, batch: int, first: int, size: int, start: int, stop: i
 
 def _biased_blocks(query, table, mask, batch: int, num_queries: int, num_keys: int) -> Iterator[tuple]:
     """Of each block of queries its bounds, the number S of keys it meets, and the buffer and view of its bias (`_skewed`),
-    -inf where the mask (B' or 1, 1, Q, K) hides."""
+    -inf where the mask (B' or 1, 1, Q, K) hides. The buffer is the next block's, too."""
     table = _spared(query, table, num_queries, num_keys)
-    for start, stop in _blocks(num_queries):
+    blocks = list(_blocks(num_queries))
+    length = max(stop - start for start, stop in blocks)
+    # Once, as large as the last one needs: memory for a larger one each time would be new to the process each time.
+    space = table.new_empty(table.shape[0] * batch * length * (num_keys + length - 1))
+    for start, stop in blocks:
         size = num_keys - num_queries + stop
-        buffer, view = _skewed(query, table, batch, num_keys - size, size, start, stop)
+        buffer, view = _skewed(space, query, table, batch, num_keys - size, size, start, stop)
         if mask is not None:
             view.masked_fill_(~mask[:, :, start:stop, :size], -math.inf)
         yield start, stop, size, buffer, view
@@ -161,6 +165,8 @@ def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: floa
     table, position_query = bias.table, bias.query
     if position_query is not None:  # autocast may have made one of them and not the other
         dtype = torch.promote_types(position_query.dtype, table.dtype)
+        if dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):  # which passes a product with `out` by
+            dtype = torch.get_autocast_dtype(query.device.type)
         position_query, table = position_query.to(dtype), table.to(dtype)
     output = _read(query, key, value, position_query, table, mask, scaling)  # (B, Q, H, D)
     return zero_unseeing(output.transpose(1, 2), mask)
