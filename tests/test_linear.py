@@ -34,6 +34,16 @@ def test_memory_of_training_grows_with_the_length_and_not_its_square(position):
 
 
 @every_scheme
+def test_a_long_call_leaves_no_more_than_its_state(position):
+    """No part of a larger tensor: what the cache says it holds is what the process holds."""
+    model = tiny_model(position_type=position, memory_type="linear").requires_grad_(False)
+    for state in model(ids_for(model, 1, 200)).cache.states:
+        tensors = list(state.fixed.values())
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        assert sum(held.values()) == sum(tensor.nbytes for tensor in tensors)
+
+
+@every_scheme
 def test_blocks_of_any_length_give_the_same_numbers(position, monkeypatch):
     model = tiny_model(position_type=position, memory_type="linear")
     ids = ids_for(model, 2, 90)
