@@ -38,17 +38,19 @@ class Group:
 class Closing:
     """What happens at the end of a piece, the same in every layer. Empty where no segment closes.
 
-    closes (B, 1): rows of the batch whose segment does. rows (B, 1): what each holds afterwards beside slots. slots, made:
-    most slots held afterwards, and made now. source (B, height), or (1, height) where all are alike: for each row of the new
-    state one of the old, counted back from their end, negative; or one of those that are made, from 0.
+    closes (B, 1): rows of the batch whose segment does. rows (B, 1): what each holds afterwards beside slots, at most
+    most_rows. slots, made: most slots held afterwards, and made now. source (B, height): for each row of the new state one of
+    the old, counted back from their end, negative; or one of those that are made, from 0. None where all rows of the batch
+    are alike.
     """
 
     closes: torch.Tensor | None = None
     groups: list[Group] = field(default_factory=list)
     rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 1, dtype=torch.long))
+    most_rows: int = 0
     slots: int = 0
     made: int = 0
-    source: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
+    source: torch.Tensor | None = None
 
 
 class Compressive(RowMemory):
@@ -328,9 +330,8 @@ class Compressive(RowMemory):
             state = state.with_fixed(usage=usage.masked_fill(closing.closes, 0.0))
         if made:
             state = self._with_slots(attention, state, piece, closing, made)
-            if not self.is_hidden(piece):
-                key = self._encoded(attention, state.rows, piece, closing, dtype)
-                state = LayerState({**state.rows, "key": key}, state.fixed, state.end, state.size)
+            if attention.position.rotates and not self.is_hidden(piece):
+                self._encode_slots(attention, state, piece, closing, dtype)
         return state, aux_loss
 
     def _closing(self, piece) -> Closing:
@@ -361,17 +362,19 @@ class Compressive(RowMemory):
             )
         number = evicted // rate
         closing.rows = rows - evicted
+        closing.most_rows = int(closing.rows.max())
         most_slots = (slots + number).clamp(max=config.compressed_mem_len)
         closing.slots, closing.made = int(most_slots.max()), int(number.max())
-        height = int(closing.rows.max()) + closing.slots
+        if all(bool((counts == counts[:1]).all()) for counts in (rows, slots, evicted)):
+            return closing
+        height = closing.most_rows + closing.slots
         # Each row of the new state comes from a row of the old one, or from behind it, where the new slots are put. Age 0
         # is the newest; the slots' ages follow the rows'.
         age = torch.arange(height - 1, -1, -1)[None]
         slot_age = age - closing.rows
         from_old = -1 - torch.where(slot_age < 0, age, rows + slot_age - number)
         source = torch.where((slot_age >= 0) & (slot_age < number), closing.made - 1 - slot_age, from_old)
-        alike = bool((source == source[:1]).all())
-        closing.source = (source[:1] if alike else source).to(device)
+        closing.source = source.to(device)
         return closing
 
     def _loss(self, attention, segment, old, new):
@@ -386,7 +389,9 @@ class Compressive(RowMemory):
 
     def _with_slots(self, attention, state: LayerState, piece, closing: Closing, made) -> LayerState:
         """The state with the new rows as the newest slots and without what was evicted."""
-        source = (state.size + closing.source).clamp(min=0)  # rows that hold less than others have nothing there
+        height = closing.most_rows + closing.slots
+        # Without gradient there is room for the next segment, which would else copy all of it once more.
+        room = 0 if torch.is_grad_enabled() else self.config.segment_len
 
         def moved(name: str, parts):
             """The rows of that name, (B, heads, height, size); parts: those of the new slots for each group."""
@@ -394,10 +399,15 @@ class Compressive(RowMemory):
             new = tensor.new_zeros(*tensor.shape[:2], closing.made, tensor.shape[3])
             for group, part in zip(closing.groups, parts, strict=True):
                 new[group.chosen, :, closing.made - part.shape[2] :] = part.to(new.dtype)
-            longer = torch.cat([tensor, new], 2)
-            if len(source) == 1:
-                return longer.index_select(2, source[0])
-            return longer.gather(2, source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+            if closing.source is None:
+                newest = state.size - closing.most_rows
+                oldest = newest - closing.made * self.config.compression_rate
+                kept = max(closing.slots - closing.made, 0)  # more slots may be made than there is place for
+                slots = torch.cat([tensor[:, :, oldest - kept : oldest], new[:, :, -closing.slots :]], 2)
+                return torch.cat([slots, tensor[:, :, newest:], new.new_empty(*new.shape[:2], room, new.shape[3])], 2)
+            source = (state.size + closing.source).clamp(min=0)  # rows that hold less than others have nothing there
+            index = functional.pad(source, (0, room))[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+            return torch.cat([tensor, new], 2).gather(2, index)
 
         rows = {"hidden": moved("hidden", [new[:, None] for new, _ in made])}
         fixed = dict(state.fixed)
@@ -414,11 +424,11 @@ class Compressive(RowMemory):
             for name, part in (("content_key", 0), ("value", 1), ("key", 0)):
                 if name in state.rows:
                     rows[name] = moved(name, [parts[part] for parts in projected])
-        height = rows["hidden"].shape[2]
         return LayerState(rows, fixed, height, height)
 
-    def _encoded(self, attention, rows, piece, closing: Closing, dtype):
-        """The rows' keys with those of the slots encoded where they stand now: just before the oldest row."""
+    def _encode_slots(self, attention, state: LayerState, piece, closing: Closing, dtype) -> None:
+        """Encodes the slots' keys, in place, where they stand now: just before the oldest row."""
+        rows = {name: state.last(name, state.size) for name in state.rows}
         key, after_rows, most = rows["key"], closing.rows, closing.slots
         column = key.shape[2] - after_rows - torch.arange(most, 0, -1)[None]  # (B, most)
         if piece.is_irregular:
@@ -435,7 +445,7 @@ class Compressive(RowMemory):
             hidden = rows["hidden"].gather(2, index.expand(-1, 1, -1, rows["hidden"].shape[3]))
             plain, _ = attention.project_past(hidden[:, 0].to(dtype))
         _, encoded = attention.encode(plain[:, :1], plain, positions, positions, piece.context)
-        return key.scatter(2, index.expand_as(encoded), encoded.to(key.dtype))
+        key.scatter_(2, index.expand_as(encoded), encoded.to(key.dtype))
 
 
 def squared(difference) -> torch.Tensor:

@@ -89,7 +89,8 @@ class PositionScheme(nn.Module):
     name: the value of `position_type`; the file is `position_<name>.py`.
     has_bias: whether `bias` returns anything.
     decays: whether the bias is -rate d with a rate for each head (`decay_rates`), so that a sum over the past can decay.
-    rotates: whether `encode` is a rotation by the position, so that it can turn anything in place of queries and keys.
+    rotates: whether `encode` is a rotation by the position, so that it can turn anything in place of queries and keys; else it
+    leaves keys as they are.
     """
 
     name: ClassVar[str]
@@ -145,8 +146,8 @@ class PositionScheme(nn.Module):
         """What enters the dot product and the cache.
 
         query (B, H, Q, D), key (B, any number of heads, K, D); positions: integers on the CPU, (B or 1, Q) and
-        (B or 1, K). Returns both, encoded; without a bias of its own the score must depend on differences of positions
-        only.
+        (B or 1, K). Returns both, encoded; the key as it came unless the scheme `rotates`. Without a bias of its own the
+        score must depend on differences of positions only.
         """
         return query, key
 
