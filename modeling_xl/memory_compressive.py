@@ -403,8 +403,9 @@ class Compressive(RowMemory):
                 newest = state.size - closing.most_rows
                 oldest = newest - closing.made * self.config.compression_rate
                 kept = max(closing.slots - closing.made, 0)  # more slots may be made than there is place for
-                slots = torch.cat([tensor[:, :, oldest - kept : oldest], new[:, :, -closing.slots :]], 2)
-                return torch.cat([slots, tensor[:, :, newest:], new.new_empty(*new.shape[:2], room, new.shape[3])], 2)
+                space = new.new_empty(*new.shape[:2], room, new.shape[3])
+                slots = (tensor[:, :, oldest - kept : oldest], new[:, :, -closing.slots :])
+                return torch.cat([*slots, tensor[:, :, newest:], space], 2)
             source = (state.size + closing.source).clamp(min=0)  # rows that hold less than others have nothing there
             index = functional.pad(source, (0, room))[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
             return torch.cat([tensor, new], 2).gather(2, index)
