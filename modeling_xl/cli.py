@@ -5,7 +5,6 @@ Bad input ends with exit code 2 and one line on stderr, a failure with 1.
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -505,12 +504,14 @@ def _is_piped(files: list[str]) -> bool:
 
 
 def _check_plot(path: str | None) -> None:
+    from .evaluation_report import require_matplotlib
     from .text import InputError
 
-    if path and not Path(path).absolute().parent.is_dir():
+    if not path:
+        return
+    if not Path(path).absolute().parent.is_dir():
         raise InputError(f"{path}: its folder does not exist; make it first")
-    if path and importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib; install it with `pip install matplotlib`")
+    require_matplotlib()
 
 
 def _losses(args: argparse.Namespace, source: str) -> list[Any]:

@@ -1,6 +1,7 @@
 """What was measured, as tables of text and as plots. It measures nothing."""
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,17 @@ def recl_table(results: Mapping[str, ReclResult]) -> str:
     return _table(rows + [[name, *map(str, result.lengths)] for name, result in results.items()])
 
 
+def require_matplotlib() -> None:
+    """Raises InputError where no plot can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("a plot needs matplotlib; install it with `pip install matplotlib`")
+
+
 @contextlib.contextmanager
 def _figure(path: str | Path, width: float = 7) -> Iterator[Any]:
     """A figure to draw in; what is drawn becomes a PNG file, which appears whole or not at all."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would touch the caller's backend
-    except ImportError:
-        raise InputError("a plot needs matplotlib; install it with `pip install matplotlib`") from None
+    require_matplotlib()
+    from matplotlib.figure import Figure  # not pyplot, which would touch the caller's backend
 
     figure = Figure(figsize=(width, 4.5), layout="constrained")
     yield figure

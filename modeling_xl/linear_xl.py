@@ -352,8 +352,7 @@ def blockwise(query, key, value, state, text: Text, weigh: Weighing):
     def step(number: int, block: Block, query, key, value, state):
         rows = query.flatten(2, 3)  # (B, G, g * C, F)
         weights = weigh(number, block)
-        scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:4], key.shape[2])
-        scores = scores * weights.local
+        scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:4], key.shape[2]) * weights.local
         past = (rows @ state).view(*query.shape[:4], -1)
         if weights.state is not None:
             past = past * weights.state
