@@ -29,6 +29,15 @@ class Attended(NamedTuple):
     aux_loss: torch.Tensor | None = None
 
 
+class Projected(NamedTuple):
+    """What a piece was projected to, not encoded: its queries (B, H, t, D), and keys and values (B, heads, U, D) of the rows
+    kept before it where these are layer inputs, else None."""
+
+    query: torch.Tensor
+    past_key: torch.Tensor | None = None
+    past_value: torch.Tensor | None = None
+
+
 class MemoryMechanism(nn.Module):
     """What a layer keeps of the past and how it attends to it. One instance a layer.
 
@@ -209,12 +218,13 @@ class RowMemory(MemoryMechanism):
         query, key, value = attention.project(hidden_states)
         context = piece.context
         kept = self.kept_rows(self.config, piece.mem_len) + piece.undo
-        past_key = None
+        projected = Projected(query)
         if self.is_hidden(piece):
             source = {"sink_hidden": hidden_states[:, None]}
             if view.past:
                 past = state.last("hidden", view.past)[:, 0].to(hidden_states.dtype)
                 past_key, past_value = attention.project_past(past)
+                projected = Projected(query, past_key, past_value)
                 key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)  # (B, H, K, D)
             encoded, key = attention.encode(query, key, view.query_positions, view.key_positions, context)
             state = self._append_hidden(state, hidden_states, view, piece)
@@ -234,10 +244,10 @@ class RowMemory(MemoryMechanism):
         output, weights = attention.softmax(
             query, encoded, key, value, context, view.mask, view.distances, view.gather_distances, sinks, piece.wants_weights
         )
-        state = self.observe(attention, state, view, piece, query, past_key)
+        state = self.observe(attention, state, view, piece, projected)
         if piece.fillers is not None:
             state = state.pack(piece.fillers)
-        state, aux_loss = self.close(attention, state, piece, hidden_states.dtype)
+        state, aux_loss = self.close(attention, state, piece, hidden_states.dtype, projected)
         if math.isfinite(kept):
             state = state.shrink(int(kept))
         return Attended(output, state, weights, aux_loss)
@@ -246,12 +256,13 @@ class RowMemory(MemoryMechanism):
         """Rows (B, heads, t, size) to keep beside keys and values, from layer inputs and keys that are not encoded."""
         return {}
 
-    def observe(self, attention, state: LayerState, view: "RowView", piece, query, past_key) -> LayerState:
-        """Takes note of the piece's queries (B, H, t, D), not encoded; past_key (B, heads, U, D): keys of the kept rows,
-        not encoded, where they were projected for the piece."""
+    def observe(self, attention, state: LayerState, view: "RowView", piece, projected: Projected) -> LayerState:
+        """Takes note of the piece's queries."""
         return state
 
-    def close(self, attention, state: LayerState, piece, dtype: torch.dtype) -> tuple[LayerState, torch.Tensor | None]:
+    def close(
+        self, attention, state: LayerState, piece, dtype: torch.dtype, projected: Projected
+    ) -> tuple[LayerState, torch.Tensor | None]:
         """Changes what is kept where a segment has closed; the rows of the state are right-aligned. Also `aux_loss`.
 
         dtype: of layer inputs, which rows may not be stored in.

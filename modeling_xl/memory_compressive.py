@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .cache_xl import LayerState
 from .compression_xl import COMPRESSIONS, Decompression, MostUsed
-from .memory_base import RowMemory, RowView
+from .memory_base import Projected, RowMemory, RowView
 
 LOSSES = ("attention", "autoencode")
 
@@ -27,10 +27,11 @@ LOSSES = ("attention", "autoencode")
 @dataclass
 class Group:
     """Rows of the batch from which the same number of rows n leaves: their numbers (b,), and for what leaves how far it lies
-    from the end of the state, negative, and the positions, (b, n)."""
+    from the end of the state, and from the end of the state before the piece, both negative, and the positions, (b, n)."""
 
     chosen: torch.Tensor
     from_end: torch.Tensor
+    from_past_end: torch.Tensor
     position: torch.Tensor
 
 
@@ -273,9 +274,10 @@ class Compressive(RowMemory):
     # The close of a segment.
 
     @torch.no_grad()
-    def observe(self, attention, state, view, piece, query, past_key):
+    def observe(self, attention, state, view, piece, projected):
         if not self.compression.chooses:
             return state
+        query, past_key, _ = projected
         begin = piece.positions[:, :1]
         segments = begin // self.config.segment_len
         rows, _ = self._counts(piece.mem_len, segments, begin)
@@ -302,7 +304,7 @@ class Compressive(RowMemory):
         super().prepare(attention, hidden_states, state, piece)
         self._closing(piece)
 
-    def close(self, attention, state, piece, dtype):
+    def close(self, attention, state, piece, dtype, projected):
         closing = self._closing(piece)
         learns = piece.wants_aux_loss and self.config.compression_loss is not None
         usage = state.fixed.get("usage")
@@ -321,8 +323,11 @@ class Compressive(RowMemory):
                 else:
                     new, kept = self.compression(old), column[:, :0]
             if total is not None:
-                segment = hidden[:, -self.config.segment_len :].to(dtype)[group.chosen]
-                total = total + self._loss(attention, segment, old, new)
+                if self.decompression is not None:
+                    total = total + squared(self.decompression(new) - old)
+                else:
+                    segment = hidden[:, -self.config.segment_len :].to(dtype)
+                    total = total + self._attention_loss(attention, piece, group, segment, new, projected)
                 count += len(old)
             made.append((new.detach(), kept))
         aux_loss = None if total is None else torch.stack([total, torch.full_like(total, count)])
@@ -352,11 +357,12 @@ class Compressive(RowMemory):
         evicted = self._evicted(config, piece.mem_len, segments) - self._evicted(config, piece.mem_len, before)  # (B, 1)
         for number in sorted(set(evicted.flatten().tolist()) - {0}):
             chosen = (evicted == number)[:, 0].nonzero()[:, 0]
-            first = rows[chosen]
+            first, fed = rows[chosen], (after - piece.positions[:, :1])[chosen]
             closing.groups.append(
                 Group(
                     chosen=chosen.to(device),
                     from_end=(torch.arange(number) - first).to(device),
+                    from_past_end=(torch.arange(number) - first + fed).to(device),
                     position=(after[chosen] - first + torch.arange(number)).to(device),
                 )
             )
@@ -377,14 +383,18 @@ class Compressive(RowMemory):
         closing.source = source.to(device)
         return closing
 
-    def _loss(self, attention, segment, old, new):
-        """Sum over the rows of the batch of the mean squared difference between what the segment reads from the old rows
-        and from the new ones, by content alone (section 3.2); or between the old rows and what is read back from the new."""
-        if self.decompression is not None:
-            return squared(self.decompression(new) - old)
+    def _attention_loss(self, attention, piece, group: Group, segment, new, projected: Projected):
+        """Sum over the rows of the batch of the mean squared difference between what the segment (B, L, E) reads from the rows
+        that leave and from the new ones, by content alone (section 3.2)."""
         with torch.no_grad():
-            query = attention.project_queries(segment)
-            target = content_attention(query, *attention.project_past(old))
+            if piece.width == self.config.segment_len and piece.fillers is None:
+                query = projected.query[group.chosen]
+            else:  # the piece is only the segment's end
+                query = attention.project_queries(segment[group.chosen])
+            # What leaves was attended to by the piece, and so projected.
+            past = cast(tuple[torch.Tensor, torch.Tensor], projected[1:])
+            rows = group.chosen[:, None], slice(None), past[0].shape[2] + group.from_past_end
+            target = content_attention(query, *(tensor[rows].transpose(1, 2) for tensor in past))
         return attention.mean_over_heads(squared(content_attention(query, *attention.project_past(new, frozen=True)) - target))
 
     def _with_slots(self, attention, state: LayerState, piece, closing: Closing, made) -> LayerState:

@@ -1,15 +1,16 @@
 """Softmax attention with a bias that depends on distance: the plain form (reference) and the blocked forms.
 
 A query block of length t at the end of S keys needs the bias of S distances, of which query i uses those from column t-1-i
-on. The blocked forms write "bias by distance" into a buffer (H, B, t, S + t - 1) whose tail is -inf and read it through
+on. The blocked forms write "bias by distance" into a buffer (h, B, t, S + t - 1) whose tail is -inf and read it through
 strides that shift row i by t-1-i: shifted and causally masked without a copy, and never more than one block at a time.
 
-Legend: B batch, H heads, Q queries, K keys (the newest under the last query), D head size, t queries and S keys of a block,
-W = S + t - 1.
+Legend: B batch, H heads, Q queries, K keys (the newest under the last query), D head size; h heads, t queries and S keys of a
+block, W = S + t - 1.
 """
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,21 @@ from .position_base import SPARE, DistanceBias, GatheredDistances
 # Their names are this module's own, for copies of this file may come from the Hub.
 OPERATORS = __name__.replace(".", "_")
 
-# Most queries of a block. On CPUs one block was the fastest up to 128 queries, and blocks of 64 for more.
+
+class Tiling(NamedTuple):
+    """Most queries of a block where there are many keys, and about how many entries of the buffer a block has on CPUs for each
+    thread, whose own cache they should fit."""
+
+    queries: int
+    entries: int
+
+
+# A block does all keys that its last query sees, but kernels are faster with long ones. Where keys are few one block was the
+# fastest up to 128 queries, and blocks of 64 for more. The backward pass holds three tensors of the buffer's size, reading one.
 BLOCK = SPARE + 1
+MANY_KEYS = 640
+READING = Tiling(2 * BLOCK, 2**19)
+TRAINING = Tiling(BLOCK, 2**18)
 
 
 def shift_by_query(by_distance: Tensor, num_queries: int) -> Tensor:
@@ -112,51 +126,71 @@ def kernel_attention(query, key, value, bias, scaling: float) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, **grouped)
 
 
-def _blocks(num_queries: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the blocks of queries."""
-    length = BLOCK if num_queries <= BLOCK else max(1, BLOCK // 2)
-    return ((start, min(start + length, num_queries)) for start in range(0, num_queries, length))
+def _parts(total: int, most: int) -> Iterator[slice]:
+    """The numbers from 0 up in parts of at most so many, as alike as can be."""
+    size = -(-total // -(-total // most))
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def _spared(query, table, num_queries: int, num_keys: int):
-    """The table with as many spare entries as blocks of queries read, where there is a query."""
-    missing = min(BLOCK, num_queries) - 1 - (table.shape[1] - num_keys)
-    return table if query is None or missing <= 0 else functional.pad(table, (0, 0, 0, missing))
+def _skewed(space, query, table, batch: int, size: int, length: int):
+    """The buffer (h, B', t, W) of a block in `space`, and its shifted view (B', h, t, S).
 
-
-def _skewed(space, query, table, batch: int, first: int, size: int, start: int, stop: int):
-    """The buffer (H, B', t, W) of the block [start, stop), in `space`, and its shifted view (B', H, t, S).
-
-    query: (H, B, Q, D) contiguous or None. table: (H, K + spare, D) or (H, K); the block sees its columns from `first` on.
+    query: (h, B', t, D), and table (h, S or W, D) whose entries from S on mean nothing; or None, and table (h, S).
     """
-    heads, length = table.shape[0], stop - start
-    width = size + length - 1
+    heads, width = table.shape[0], size + length - 1
     buffer = space[: heads * batch * length * width].view(heads, batch, length, width)
     if query is None:
-        buffer[..., :size] = table[:, None, None, first:]
+        buffer[..., :size] = table[:, None, None]
     else:
-        # The whole width, for a product into a part of a tensor would go through the heads one by one.
-        block = query[:, :, start:stop].reshape(heads, batch * length, -1)
-        torch.bmm(block, table[:, first : first + width].transpose(1, 2), out=buffer.view(heads, batch * length, width))
+        product = buffer.view(heads, batch * length, width)[..., : table.shape[1]]
+        torch.bmm(query.reshape(heads, batch * length, -1), table.transpose(1, 2), out=product)
     buffer[..., size:] = -math.inf
     strides = (length * width, batch * length * width, width - 1, 1)
     return buffer, buffer.as_strided((batch, heads, length, size), strides, length - 1)
 
 
-def _biased_blocks(query, table, mask, batch: int, num_queries: int, num_keys: int) -> Iterator[tuple]:
-    """Of each block of queries its bounds, the number S of keys it meets, and the buffer and view of its bias (`_skewed`),
-    -inf where the mask (B' or 1, 1, Q, K) hides. The buffer is the next block's, too."""
-    table = _spared(query, table, num_queries, num_keys)
-    blocks = list(_blocks(num_queries))
-    length = max(stop - start for start, stop in blocks)
-    # Once, as large as the last one needs: memory for a larger one each time would be new to the process each time.
-    space = table.new_empty(table.shape[0] * batch * length * (num_keys + length - 1))
-    for start, stop in blocks:
-        size = num_keys - num_queries + stop
-        buffer, view = _skewed(space, query, table, batch, num_keys - size, size, start, stop)
-        if mask is not None:
-            view.masked_fill_(~mask[:, :, start:stop, :size], -math.inf)
-        yield start, stop, size, buffer, view
+class Block(NamedTuple):
+    """Queries and heads of a block, those heads of the keys, the number S of keys it meets, and the buffer and view of its bias
+    (`_skewed`), -inf where the mask hides."""
+
+    heads: slice
+    key_heads: slice
+    queries: slice
+    size: int
+    buffer: Tensor
+    bias: Tensor
+
+
+def _biased_blocks(query, table, mask, batch: int, num_queries: int, key, tiling: Tiling) -> Iterator[Block]:
+    """All blocks, whose buffer is the next one's, too. query (H, B', Q, D) or None; mask (B' or 1, 1, Q, K); key (B, heads,
+    K, D)."""
+    num_heads, (key_heads, num_keys) = table.shape[0], key.shape[1:3]
+    most = BLOCK if num_queries <= BLOCK else BLOCK // 2
+    queries = list(_parts(num_queries, most if num_keys < MANY_KEYS else tiling.queries))
+    length = queries[0].stop
+    width, repeats = num_keys + length - 1, num_heads // key_heads
+    together = key_heads
+    if table.device.type == "cpu":
+        together = -(-torch.get_num_threads() * tiling.entries // (batch * length * width * repeats))
+    groups = list(_parts(key_heads, together))
+    # A product into a part of a tensor goes through the heads one by one: no loss where they are few and the block is long,
+    # else the width of the buffer is filled.
+    spare = length - 1 if query is not None and length <= BLOCK else 0
+    missing = spare - (table.shape[1] - num_keys)
+    if missing > 0:
+        table = functional.pad(table, (0, 0, 0, missing))
+    # Once, as large as the largest one needs: memory for another each time would be new to the process each time.
+    space = table.new_empty(groups[0].stop * repeats * batch * length * width)
+    for part in queries:
+        size, count = num_keys - num_queries + part.stop, part.stop - part.start
+        columns = slice(num_keys - size, num_keys + min(spare, count - 1))
+        for group in groups:
+            heads = slice(group.start * repeats, group.stop * repeats)
+            block = None if query is None else query[heads, :, part]
+            buffer, view = _skewed(space, block, table[heads, columns], batch, size, count)
+            if mask is not None:
+                view.masked_fill_(~mask[:, :, part, :size], -math.inf)
+            yield Block(heads, group, part, size, buffer, view)
 
 
 def blocked_attention(query, key, value, bias: DistanceBias, mask, scaling: float) -> Tensor:
@@ -177,22 +211,23 @@ def _read(
     query: Tensor, key: Tensor, value: Tensor, position_query: Tensor | None, table: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
     batch, _, num_queries, _ = query.shape
-    num_keys = key.shape[2]
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
     falls_low = by_head is None and _falls_low(table)
     output = _empty_by_column(query, value)
-    for start, stop, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, num_keys):
-        block, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
+    for heads, key_heads, queries, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key, READING):
+        block, keys, values = query[:, heads, queries], key[:, key_heads, :size], value[:, key_heads, :size]
         if falls_low:
             scores = scaled_scores(block, keys, scaling).add_(view)
             weights = _flush(torch.softmax(scores, -1, out=scores)).to(value.dtype)
+            if mask is not None:  # where nothing is seen: a NaN in a product of bfloat16 spoils the next row, too, with AMX
+                weights.masked_fill_(~mask[:, :, queries, :size].any(-1, keepdim=True), 0.0)
             block = weighted_sums(weights, values)
         else:
             if query.device.type != "cpu":
                 view = view.contiguous()  # kernels on accelerators want aligned rows
             block = kernel_attention(block, keys, values, view, scaling)
-        output[:, start:stop] = block.transpose(1, 2)
+        output[:, queries, heads] = block.transpose(1, 2)
     return output
 
 
@@ -232,8 +267,7 @@ def _train(
     For training: gradients by hand, scores of one block at a time. Kept for the backward pass are inputs and results.
     Dropout is drawn again from its seed, block by block. `plain_attention` is the reference.
     """
-    batch, heads, num_queries, _ = query.shape
-    num_keys = key.shape[2]
+    batch, num_heads, num_queries, _ = query.shape
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
     kernel = _CPU_KERNEL if query.device.type == "cpu" and not dropout else None
     rows = batch
@@ -241,9 +275,9 @@ def _train(
         rows = 1
     falls_low = by_head is None and kernel is None and _falls_low(table)
     output = torch.empty_like(query)
-    log_sum = query.new_empty(batch, heads, num_queries)
-    for start, stop, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, num_keys):
-        queries, keys, values = query[:, :, start:stop], key[:, :, :size], value[:, :, :size]
+    log_sum = query.new_empty(batch, num_heads, num_queries)
+    for heads, _, part, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key, TRAINING):
+        queries, keys, values = query[:, heads, part], key[:, heads, :size], value[:, heads, :size]
         if kernel is not None:
             block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
         else:
@@ -251,9 +285,9 @@ def _train(
             sums = scores.logsumexp(-1)
             weights = _weights(scores, _finite(sums)[..., None], falls_low)
             if dropout:
-                weights.mul_(_kept(weights.shape, dropout, seed, start, weights))
+                weights.mul_(_kept(view.transpose(0, 1), dropout, seed, part.start, heads).transpose(0, 1))
             block = weights @ values
-        output[:, :, start:stop], log_sum[:, :, start:stop] = block, sums
+        output[:, heads, part], log_sum[:, heads, part] = block, sums
     output = zero_unseeing(output, mask)
     return output, log_sum
 
@@ -279,14 +313,14 @@ def _train_backward(
     seed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of queries, keys, values, position queries (nothing where there are none) and table."""
-    batch, heads, num_queries, size_of_head = query.shape
+    batch, _, num_queries, size_of_head = query.shape
     num_keys = key.shape[2]
 
     def by_head(tensor):  # (B, H, ...) -> (H, B, ...)
         return tensor.transpose(0, 1).contiguous()
 
-    def flat(tensor):  # (H, B, n, D) -> (H * B, n, D)
-        return tensor.reshape(heads * batch, tensor.shape[2], tensor.shape[3])
+    def flat(tensor):  # (h, B, n, D) -> (h * B, n, D)
+        return tensor.reshape(-1, tensor.shape[2], tensor.shape[3])
 
     queries, keys, values, grads = (by_head(t) for t in (query, key, value, grad_output))
     position = None if position_query is None else by_head(position_query)
@@ -297,38 +331,38 @@ def _train_backward(
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
     grad_position = None if position is None else torch.empty_like(position)
     grad_table = torch.zeros_like(table)
-    flat_key, flat_value = grad_key.view(-1, num_keys, size_of_head), grad_value.view(-1, num_keys, size_of_head)
-    for start, stop, size, buffer, _ in _biased_blocks(position, table, mask, batch, num_queries, num_keys):
-        first, length, width = num_keys - size, stop - start, buffer.shape[3]
-        shifted = buffer.as_strided((heads * batch, length, size), (length * width, width - 1, 1), length - 1)
-        block_query, block_grad = flat(queries[:, :, start:stop]), flat(grads[:, :, start:stop])
-        block_key, block_value = flat(keys[:, :, :size]), flat(values[:, :, :size])
+    for heads, _, part, size, buffer, _ in _biased_blocks(position, table, mask, batch, num_queries, key, TRAINING):
+        first = num_keys - size
+        count, _, length, width = buffer.shape
+        shifted = buffer.as_strided((count * batch, length, size), (length * width, width - 1, 1), length - 1)
+        block_query, block_grad = flat(queries[heads, :, part]), flat(grads[heads, :, part])
+        block_key, block_value = flat(keys[heads, :, :size]), flat(values[heads, :, :size])
+        flat_key, flat_value = (grad[heads].view(-1, num_keys, size_of_head)[:, :size] for grad in (grad_key, grad_value))
         weights = torch.baddbmm(shifted, block_query, block_key.transpose(1, 2), alpha=scaling)
-        weights = _weights(weights, flat(sums[:, :, start:stop]), falls_low)
+        weights = _weights(weights, flat(sums[heads, :, part]), falls_low)
         grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
         if dropout:
-            kept = _kept((batch, heads, length, size), dropout, seed, start, weights)
-            kept = kept.transpose(0, 1).reshape(heads * batch, length, size)
-            flat_value[:, :size] += torch.bmm((weights * kept).transpose(1, 2), block_grad)
+            kept = flat(_kept(buffer[..., :size], dropout, seed, part.start, heads))
+            flat_value += torch.bmm((weights * kept).transpose(1, 2), block_grad)
             grad_weights.mul_(kept)
         else:
             # In a pass of its own: a product that adds to a part of a tensor would go through the heads one by one.
-            flat_value[:, :size] += torch.bmm(weights.transpose(1, 2), block_grad)
+            flat_value += torch.bmm(weights.transpose(1, 2), block_grad)
         # From here on the buffer holds the gradient of the scores, in place of their bias.
-        torch.mul(weights, grad_weights.sub_(flat(delta[:, :, start:stop])), out=shifted)
-        grad_query[:, :, start:stop] = torch.bmm(shifted, block_key).view(heads, batch, length, -1)
-        flat_key[:, :size].add_(torch.bmm(shifted.transpose(1, 2), block_query), alpha=scaling)
+        torch.mul(weights, grad_weights.sub_(flat(delta[heads, :, part])), out=shifted)
+        grad_query[heads, :, part] = torch.bmm(shifted, block_key).view(count, batch, length, -1)
+        flat_key.add_(torch.bmm(shifted.transpose(1, 2), block_query), alpha=scaling)
         if length > 1:
             buffer[..., : length - 1].masked_fill_(_unread(length, buffer.device), 0.0)
         by_distance = buffer[..., :size]
         if position is None or grad_position is None:
-            grad_table[:, first:] += by_distance.sum((1, 2))
+            grad_table[heads, first:] += by_distance.sum((1, 2))
         else:
-            by_distance = by_distance.reshape(heads, batch * length, size)
-            block_position = position[:, :, start:stop].reshape(heads, batch * length, -1)
-            moved = torch.bmm(by_distance, table[:, first:])
-            grad_position[:, :, start:stop] = moved.view(heads, batch, length, -1)
-            grad_table[:, first:] += torch.bmm(by_distance.transpose(1, 2), block_position)
+            by_distance = by_distance.reshape(count, batch * length, size)
+            block_position = position[heads, :, part].reshape(count, batch * length, -1)
+            moved = torch.bmm(by_distance, table[heads, first:])
+            grad_position[heads, :, part] = moved.view(count, batch, length, -1)
+            grad_table[heads, first:] += torch.bmm(by_distance.transpose(1, 2), block_position)
     grad_query.mul_(scaling)
     if grad_position is None:
         grad_position = query.new_empty(0, 0)
@@ -389,10 +423,13 @@ def _unread(length: int, device) -> Tensor:
     return torch.arange(length - 1, device=device)[None] < length - 1 - row
 
 
-def _kept(shape, dropout: float, seed: Tensor, start: int, like: Tensor) -> Tensor:
-    """Factors of dropout for a block: 0 or 1 / (1 - p), the same whenever they are drawn."""
-    generator = torch.Generator(like.device).manual_seed(int(seed) + start)
-    drawn = torch.rand(shape, generator=generator, dtype=like.dtype, device=like.device)
+def _kept(like: Tensor, dropout: float, seed: Tensor, start: int, heads: slice) -> Tensor:
+    """Factors of dropout for a block, (h, B, t, S) as `like`: 0 or 1 / (1 - p), the same whenever they are drawn, and however
+    heads are grouped."""
+    generator = torch.Generator(like.device)
+    drawn = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    for head, factors in enumerate(drawn, heads.start):
+        factors.uniform_(generator=generator.manual_seed(int(seed) + start + (head << 32)))
     return (drawn >= dropout).to(like.dtype).div_(1 - dropout)
 
 
