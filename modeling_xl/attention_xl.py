@@ -47,6 +47,7 @@ class XLAttention(nn.Module):
         self.num_key_value_groups = self.num_heads // self.num_key_value_heads
         self.is_causal = True
         self.scaling = self.head_dim**-0.5
+        self.clip_qkv = config.clip_qkv
         self.attention_dropout = config.attention_dropout
         self.norm = norm
         size = (self.num_heads + 2 * self.num_key_value_heads) * self.head_dim
@@ -113,8 +114,8 @@ class XLAttention(nn.Module):
 
     def _heads(self, projected):
         """(B, t, heads * D) -> (B, heads, t, D)."""
-        if self.config.clip_qkv is not None:
-            projected = projected.clamp(-self.config.clip_qkv, self.config.clip_qkv)
+        if self.clip_qkv is not None:
+            projected = projected.clamp(-self.clip_qkv, self.clip_qkv)
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def encode(self, query, key, query_positions, key_positions, context):

@@ -116,6 +116,9 @@ class LayerState:
     def detach(self, rows: torch.Tensor | None = None) -> "LayerState":
         """Cuts the gradient, of the batch rows where `rows` (B,) is true, or of all."""
 
+        if not any(tensor.requires_grad or tensor.is_inference() for tensor in self.tensors()):
+            return self
+
         def cut(tensor):
             if tensor.is_inference() and not torch.is_inference_mode_enabled():
                 return tensor.clone()  # one made in inference mode may not be kept for a backward pass

@@ -4,7 +4,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_xl import XLAttention
-from .feedforward_xl import XLFeedForward, make_norm
+from .feedforward_xl import XLFeedForward, drop, make_norm
 
 
 class XLDecoderLayer(GradientCheckpointingLayer):
@@ -31,15 +31,15 @@ class XLDecoderLayer(GradientCheckpointingLayer):
         """hidden_states (B, t, E) -> (B, t, E), new state of the memory, attention weights and auxiliary loss (or None)."""
         attended, memory_state, weights, aux_loss = self.self_attn(hidden_states, memory_state, piece)
         if self.attention_norm is not None:
-            hidden_states = self.attention_norm(hidden_states + self.dropout(attended))
-            hidden_states = self.mlp_norm(hidden_states + self.dropout(self.mlp(hidden_states)))
+            hidden_states = self.attention_norm(hidden_states + drop(self.dropout, attended))
+            hidden_states = self.mlp_norm(hidden_states + drop(self.dropout, self.mlp(hidden_states)))
         elif self.is_parallel:
             branch = self.mlp(self.mlp_norm(hidden_states))
-            hidden_states = hidden_states + self.dropout(attended) + self.dropout(branch)
+            hidden_states = hidden_states + drop(self.dropout, attended) + drop(self.dropout, branch)
         else:
             residual = self.self_attn.norm(hidden_states) if self.norm_residual else hidden_states
-            hidden_states = residual + self.dropout(attended)
+            hidden_states = residual + drop(self.dropout, attended)
             normed = self.mlp_norm(hidden_states)
             residual = normed if self.norm_residual else hidden_states
-            hidden_states = residual + self.dropout(self.mlp(normed))
+            hidden_states = residual + drop(self.dropout, self.mlp(normed))
         return hidden_states, memory_state, weights, aux_loss

@@ -144,7 +144,8 @@ class RowView:
 
     past: U. mask (B or 1, 1, t, K), true where visible; None: causal, the newest key under the last query.
     distances (K,) falling to 0, of the last query; gather_distances (B or 1, t, K) in their place, or None.
-    needed: kept tokens that the next token will look back to, for the row that needs most.
+    needed: kept tokens that the next token will look back to, for the row that needs most. kept: most tokens that any will,
+    with those that may be taken back.
     """
 
     past: int
@@ -154,6 +155,7 @@ class RowView:
     query_positions: torch.Tensor
     key_positions: torch.Tensor
     needed: int
+    kept: float
     sinks: "SinkView | None"
 
 
@@ -217,7 +219,6 @@ class RowMemory(MemoryMechanism):
             raise RuntimeError(f"A layer's memory holds {state.size} rows where {view.past} are needed; the cache is damaged.")
         query, key, value = attention.project(hidden_states)
         context = piece.context
-        kept = self.kept_rows(self.config, piece.mem_len) + piece.undo
         projected = Projected(query)
         if self.is_hidden(piece):
             source = {"sink_hidden": hidden_states[:, None]}
@@ -232,7 +233,7 @@ class RowMemory(MemoryMechanism):
             source = {"sink_key": key, "sink_value": value}
             others = self.rows_beside(hidden_states, key)
             encoded, key = attention.encode(query, key, piece.encode_positions, piece.encode_positions, context)
-            keep = int(min(state.size, max(kept, view.past)))
+            keep = int(min(state.size, max(view.kept, view.past)))
             state = state.append(keep, True, piece.state_dtype, key=key, value=value, **others)
             if view.past or piece.state_dtype is not None:
                 key = state.last("key", view.past + piece.width).to(query.dtype)
@@ -248,8 +249,8 @@ class RowMemory(MemoryMechanism):
         if piece.fillers is not None:
             state = state.pack(piece.fillers)
         state, aux_loss = self.close(attention, state, piece, hidden_states.dtype, projected)
-        if math.isfinite(kept):
-            state = state.shrink(int(kept))
+        if math.isfinite(view.kept):
+            state = state.shrink(int(view.kept))
         return Attended(output, state, weights, aux_loss)
 
     def rows_beside(self, hidden_states, key) -> dict[str, torch.Tensor]:
@@ -272,7 +273,7 @@ class RowMemory(MemoryMechanism):
     def _append_hidden(self, state, hidden_states, view: RowView, piece) -> LayerState:
         needed = view.needed
         if piece.undo:  # any of the last tokens may become the newest again, in the middle of its segment
-            needed = int(self.kept_rows(self.config, piece.mem_len)) + piece.undo
+            needed = int(view.kept)
         if piece.fillers is not None:
             needed += int(piece.fillers.max())  # dropped after the piece
         new = min(needed, piece.width)
@@ -283,8 +284,8 @@ class RowMemory(MemoryMechanism):
 
     def _begin(self, attention, hidden_states, state: LayerState, piece) -> LayerState:
         """Puts the rows of zeros, where the config asks for them, before the first token of rows that have none yet."""
-        size = self.rows_of_zeros(piece.mem_len)
-        if piece.fresh is None or not size:
+        size = 0 if piece.fresh is None else self.rows_of_zeros(piece.mem_len)
+        if not size:
             return state
         zeros = hidden_states.new_zeros(1, size, hidden_states.shape[-1])
         if self.is_hidden(piece):
@@ -345,6 +346,7 @@ class RowMemory(MemoryMechanism):
             query_positions=piece.encode_positions,
             key_positions=key_positions,
             needed=piece.most(needed, self.kept_rows(config, piece.mem_len)),
+            kept=self.kept_rows(config, piece.mem_len) + piece.undo,
             sinks=self.view_sinks(oldest(piece.positions), piece) if config.num_sink_tokens else None,
         )
 

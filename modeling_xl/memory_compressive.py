@@ -216,6 +216,7 @@ class Compressive(RowMemory):
             query_positions=piece.encode_positions,
             key_positions=key_positions,
             needed=int((rows + slots).max()) + width,
+            kept=self.kept_rows(config, piece.mem_len) + piece.undo,
             sinks=sinks,
         )
 

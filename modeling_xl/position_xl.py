@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .few_rows_xl import for_dot_products
 from .position_base import SPARE, DistanceBias, PositionContext, PositionScheme
 
 
@@ -112,6 +113,7 @@ class XLPosition(PositionScheme):
             size = -(-size // TABLE_BLOCK) * TABLE_BLOCK
             parts = [self._project(part, context) for part in self._run(size, distances.device, context)]
             table = torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], SPARE, parts[0].shape[2])], 1)
+            table = for_dot_products(table)
             context.derived[key] = (stamp, table)
         return table[:, size - count :], SPARE
 
