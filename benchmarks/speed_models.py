@@ -214,24 +214,29 @@ def attention(biased: bool) -> Callable[[Case], Step]:
     """Attention over the queries and keys of a text: torch's, or with the position scores of Transformer-XL."""
 
     def make(case: Case) -> Step:
-        from modeling_xl.position_base import DistanceBias
+        from modeling_xl.few_rows_xl import for_dot_products
+        from modeling_xl.position_base import SPARE, DistanceBias
         from modeling_xl.softmax_xl import blocked_attention, trained_attention
 
         has_gradient = case.kind == "attend_train"
         shape = (case.batch, HEADS, case.tokens, WIDTH // HEADS)
         query, key, value, position_query = (some_rows(*shape).requires_grad_(has_gradient) for _ in range(4))
-        table = some_rows(HEADS, case.tokens, WIDTH // HEADS).requires_grad_(has_gradient)
+        if has_gradient:
+            table, spare = some_rows(HEADS, case.tokens, WIDTH // HEADS).requires_grad_(), 0
+        else:  # as a cache keeps it
+            table, spare = for_dot_products(some_rows(HEADS, case.tokens + SPARE, WIDTH // HEADS)), SPARE
         scaling = (WIDTH // HEADS) ** -0.5
 
         def step() -> int:
             with torch.set_grad_enabled(has_gradient):
                 if not biased:
                     output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-                elif has_gradient:
-                    bias = DistanceBias(position_query * scaling, table)
-                    output = trained_attention(query, key, value, bias, None, scaling, 0.0)
                 else:
-                    output = blocked_attention(query, key, value, DistanceBias(position_query * scaling, table), None, scaling)
+                    bias, options = DistanceBias(position_query * scaling, table, spare), (None, scaling)
+                    if has_gradient:
+                        output = trained_attention(query, key, value, bias, *options, 0.0)
+                    else:
+                        output = blocked_attention(query, key, value, bias, *options)
                 if has_gradient:
                     output.sum().backward()
             return case.batch * case.tokens

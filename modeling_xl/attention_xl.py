@@ -105,6 +105,12 @@ class XLAttention(nn.Module):
         query = self._heads(self._project_part(hidden_states, slice(self.num_heads * self.head_dim)))
         return query if self.q_norm is None else self.q_norm(query)
 
+    def project_keys(self, hidden_states):
+        """Keys (B, heads, U, D) alone, not encoded."""
+        first, size = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        key = self._heads(self._project_part(hidden_states, slice(first, first + size)))
+        return key if self.k_norm is None else self.k_norm(key)
+
     def _project_part(self, hidden_states, part: slice):
         """Those columns of the projection."""
         if not is_plain(self.qkv_proj):

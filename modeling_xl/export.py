@@ -135,6 +135,9 @@ class _Step(nn.Module):
         for layer, kept in zip(base.layers, _layers_of(state, len(base.layers)), strict=True):
             cast(MemoryMechanism, layer.self_attn.memory).prepare(layer.self_attn, hidden_states, kept, piece)
         self(input_ids, state)
+        # Saved programs hold tensors as they lie in memory, and no views of them.
+        derived = self.context.derived or {}
+        self.context.derived = {key: (stamp, tensor.contiguous()) for key, (stamp, tensor) in derived.items()}
 
     def forward(self, input_ids, state):
         base = self.model.model

@@ -455,7 +455,7 @@ class Compressive(RowMemory):
             plain = rows["content_key"].gather(2, index.expand(-1, key.shape[1], -1, key.shape[3])).to(dtype)
         else:
             hidden = rows["hidden"].gather(2, index.expand(-1, 1, -1, rows["hidden"].shape[3]))
-            plain, _ = attention.project_past(hidden[:, 0].to(dtype))
+            plain = attention.project_keys(hidden[:, 0].to(dtype))
         _, encoded = attention.encode(plain[:, :1], plain, positions, positions, piece.context)
         key.scatter_(2, index.expand_as(encoded), encoded.to(key.dtype))
 

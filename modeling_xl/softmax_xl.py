@@ -23,21 +23,11 @@ from .position_base import SPARE, DistanceBias, GatheredDistances
 # Their names are this module's own, for copies of this file may come from the Hub.
 OPERATORS = __name__.replace(".", "_")
 
-
-class Tiling(NamedTuple):
-    """Most queries of a block where there are many keys, and about how many entries of the buffer a block has on CPUs for each
-    thread, whose own cache they should fit."""
-
-    queries: int
-    entries: int
-
-
-# A block does all keys that its last query sees, but kernels are faster with long ones. Where keys are few one block was the
-# fastest up to 128 queries, and blocks of 64 for more. The backward pass holds three tensors of the buffer's size, reading one.
+# Most queries of a block, half of which were faster where there are few keys and several blocks; and about how many entries of
+# the buffer a block has on CPUs for each thread, whose own cache they should fit.
 BLOCK = SPARE + 1
 MANY_KEYS = 640
-READING = Tiling(2 * BLOCK, 2**19)
-TRAINING = Tiling(BLOCK, 2**18)
+ENTRIES = 2**18
 
 
 def shift_by_query(by_distance: Tensor, num_queries: int) -> Tensor:
@@ -135,15 +125,16 @@ def _parts(total: int, most: int) -> Iterator[slice]:
 def _skewed(space, query, table, batch: int, size: int, length: int):
     """The buffer (h, B', t, W) of a block in `space`, and its shifted view (B', h, t, S).
 
-    query: (h, B', t, D), and table (h, S or W, D) whose entries from S on mean nothing; or None, and table (h, S).
+    query: (h, B', t, D), and table (h, W, D) whose entries from S on mean nothing; or None, and table (h, S).
     """
     heads, width = table.shape[0], size + length - 1
     buffer = space[: heads * batch * length * width].view(heads, batch, length, width)
     if query is None:
         buffer[..., :size] = table[:, None, None]
     else:
-        product = buffer.view(heads, batch * length, width)[..., : table.shape[1]]
-        torch.bmm(query.reshape(heads, batch * length, -1), table.transpose(1, 2), out=product)
+        # The whole width, for a product into a part of a tensor would go through the heads one by one.
+        block = query.reshape(heads, batch * length, -1)
+        torch.bmm(block, table.transpose(1, 2), out=buffer.view(heads, batch * length, width))
     buffer[..., size:] = -math.inf
     strides = (length * width, batch * length * width, width - 1, 1)
     return buffer, buffer.as_strided((batch, heads, length, size), strides, length - 1)
@@ -161,21 +152,19 @@ class Block(NamedTuple):
     bias: Tensor
 
 
-def _biased_blocks(query, table, mask, batch: int, num_queries: int, key, tiling: Tiling) -> Iterator[Block]:
+def _biased_blocks(query, table, mask, batch: int, num_queries: int, key) -> Iterator[Block]:
     """All blocks, whose buffer is the next one's, too. query (H, B', Q, D) or None; mask (B' or 1, 1, Q, K); key (B, heads,
     K, D)."""
     num_heads, (key_heads, num_keys) = table.shape[0], key.shape[1:3]
-    most = BLOCK if num_queries <= BLOCK else BLOCK // 2
-    queries = list(_parts(num_queries, most if num_keys < MANY_KEYS else tiling.queries))
+    is_short = num_queries > BLOCK and num_keys < MANY_KEYS
+    queries = list(_parts(num_queries, -(-BLOCK // 2) if is_short else BLOCK))
     length = queries[0].stop
     width, repeats = num_keys + length - 1, num_heads // key_heads
     together = key_heads
     if table.device.type == "cpu":
-        together = -(-torch.get_num_threads() * tiling.entries // (batch * length * width * repeats))
+        together = -(-ENTRIES // (batch * length * width * repeats)) * torch.get_num_threads()
     groups = list(_parts(key_heads, together))
-    # A product into a part of a tensor goes through the heads one by one: no loss where they are few and the block is long,
-    # else the width of the buffer is filled.
-    spare = length - 1 if query is not None and length <= BLOCK else 0
+    spare = length - 1 if query is not None else 0
     missing = spare - (table.shape[1] - num_keys)
     if missing > 0:
         table = functional.pad(table, (0, 0, 0, missing))
@@ -213,22 +202,41 @@ def _read(
     batch, _, num_queries, _ = query.shape
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
-    falls_low = by_head is None and _falls_low(table)
+    has_products = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+    falls_low = has_products and by_head is None and _falls_low(table)
     output = _empty_by_column(query, value)
-    for heads, key_heads, queries, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key, READING):
-        block, keys, values = query[:, heads, queries], key[:, key_heads, :size], value[:, key_heads, :size]
-        if falls_low:
-            scores = scaled_scores(block, keys, scaling).add_(view)
-            weights = _flush(torch.softmax(scores, -1, out=scores)).to(value.dtype)
-            if mask is not None:  # where nothing is seen: a NaN in a product of bfloat16 spoils the next row, too, with AMX
-                weights.masked_fill_(~mask[:, :, queries, :size].any(-1, keepdim=True), 0.0)
-            block = weighted_sums(weights, values)
-        else:
-            if query.device.type != "cpu":
-                view = view.contiguous()  # kernels on accelerators want aligned rows
-            block = kernel_attention(block, keys, values, view, scaling)
-        output[:, queries, heads] = block.transpose(1, 2)
+    space = None
+    for heads, key_heads, queries, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key):
+        parts = [slice(None)]
+        if has_products and key_heads.stop - key_heads.start < key.shape[1]:
+            # One row at a time, for some heads of several are not evenly spaced, and would be copied to be multiplied.
+            parts = [slice(row, row + 1) for row in range(batch)]
+        for row in parts:
+            block, keys, values = query[row, heads, queries], key[row, key_heads, :size], value[row, key_heads, :size]
+            bias = view if rows == 1 else view[row]
+            if has_products:
+                if space is None:  # once, as that of the bias
+                    space = block.new_empty(block[..., 0].numel() * key.shape[2])
+                block = _products(space, block, keys, values, bias, scaling, falls_low)
+            else:
+                if query.device.type != "cpu":
+                    bias = bias.contiguous()  # kernels on accelerators want aligned rows
+                block = kernel_attention(block, keys, values, bias, scaling)
+            output[row, queries, heads] = block.transpose(1, 2)
     return output
+
+
+def _products(space, query, key, value, bias, scaling: float, falls_low: bool) -> Tensor:
+    """As `kernel_attention`, by two products and a softmax of all scores in `space`, which should fit in a cache."""
+    batch, heads, num_queries, size = query.shape
+    grouped = (query * scaling).reshape(batch * key.shape[1], -1, size)
+    scores = space[: batch * heads * num_queries * key.shape[2]].view(*grouped.shape[:2], key.shape[2])
+    torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2), out=scores)
+    weights = scores.view(batch, heads, num_queries, -1).add_(bias)
+    torch.softmax(weights, -1, out=weights)
+    if falls_low:
+        _flush(weights)
+    return torch.bmm(scores, value.flatten(0, 1)).view(batch, heads, num_queries, -1)
 
 
 def _empty_by_column(query: Tensor, value: Tensor) -> Tensor:
@@ -276,7 +284,7 @@ def _train(
     falls_low = by_head is None and kernel is None and _falls_low(table)
     output = torch.empty_like(query)
     log_sum = query.new_empty(batch, num_heads, num_queries)
-    for heads, _, part, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key, TRAINING):
+    for heads, _, part, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key):
         queries, keys, values = query[:, heads, part], key[:, heads, :size], value[:, heads, :size]
         if kernel is not None:
             block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
@@ -331,7 +339,7 @@ def _train_backward(
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
     grad_position = None if position is None else torch.empty_like(position)
     grad_table = torch.zeros_like(table)
-    for heads, _, part, size, buffer, _ in _biased_blocks(position, table, mask, batch, num_queries, key, TRAINING):
+    for heads, _, part, size, buffer, _ in _biased_blocks(position, table, mask, batch, num_queries, key):
         first = num_keys - size
         count, _, length, width = buffer.shape
         shifted = buffer.as_strided((count * batch, length, size), (length * width, width - 1, 1), length - 1)

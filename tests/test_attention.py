@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import biggest, ids_for, tiny_model
 
+from modeling_xl import softmax_xl
 from modeling_xl.position_base import SPARE, DistanceBias, PositionContext
 from modeling_xl.positions import POSITION_SCHEMES
 from modeling_xl.softmax_xl import BLOCK, blocked_attention, plain_attention, shift_by_query, trained_attention
@@ -93,6 +94,34 @@ def test_gradients_of_the_blocked_form(product, dropout, masked):
             leaf.add_(direction, alpha=1e-6)
         slope = float((grad * direction).sum())
         assert abs(float(above - below) / 2e-6 - slope) < 1e-5 * max(1.0, abs(slope))  # differences of sums of 7,200 terms
+
+
+@pytest.mark.parametrize("product", [True, False], ids=["product", "table"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_numbers_do_not_depend_on_the_blocks(monkeypatch, product, groups):
+    """Long or short blocks, of all heads or of one head that is a key's: outputs, gradients, and the draws of dropout."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    query, key, value, bias, mask = inputs(product=product, groups=groups)
+    leaves = [t for t in (query, key, value, bias.query, bias.table) if t is not None]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def numbers(entries, many_keys, given, dropout):
+        monkeypatch.setattr(softmax_xl, "ENTRIES", entries)
+        monkeypatch.setattr(softmax_xl, "MANY_KEYS", many_keys)
+        torch.manual_seed(3)
+        trained = trained_attention(query, key, value, bias, given, 0.3, dropout)
+        with torch.no_grad():
+            read = blocked_attention(query, key, value, bias, given, 0.3)
+        return [trained, read, *torch.autograd.grad(trained.square().sum(), leaves)]
+
+    for given in (None, mask, mask[1:]):
+        expected = numbers(2**30, 10**6, given, 0.0)
+        for entries, many_keys in ((1, 10**6), (1, 0), (2**30, 0), (K * 200, 0)):
+            for found, true in zip(numbers(entries, many_keys, given, 0.0), expected, strict=True):
+                assert biggest(found, true) < 1e-11 * max(1.0, float(true.detach().abs().max()))
+    for found, true in zip(numbers(1, 0, mask, 0.3), numbers(2**30, 0, mask, 0.3), strict=True):
+        assert biggest(found, true) < 1e-11 * max(1.0, float(true.detach().abs().max()))
 
 
 def test_a_steep_bias_makes_no_subnormal_numbers():

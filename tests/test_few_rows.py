@@ -6,7 +6,7 @@ from helpers import biggest, tiny_model
 from torch import nn
 
 from modeling_xl import XLCache, few_rows_xl
-from modeling_xl.few_rows_xl import MOST_ROWS, apply_linear, dot_products, linear
+from modeling_xl.few_rows_xl import MOST_ROWS, apply_linear, dot_products, for_dot_products, linear
 
 
 @pytest.fixture
@@ -46,7 +46,10 @@ def test_dot_products_of_one_query(monkeypatch, are_slow):
     """float64: equal but for the order of sums, on every processor."""
     monkeypatch.setattr(few_rows_xl, "VECTORS_ARE_SLOW", are_slow)
     queries, keys = (torch.randn(3, 2, n, 5, dtype=torch.float64) for n in (1, 7))
-    assert biggest(dot_products(queries, keys), torch.einsum("bhqd,bhkd->bhqk", queries, keys)) < 1e-12
+    expected = torch.einsum("bhqd,bhkd->bhqk", queries, keys)
+    assert biggest(dot_products(queries, keys), expected) < 1e-12
+    assert torch.equal(for_dot_products(keys), keys) and for_dot_products(keys).mT.is_contiguous() != are_slow
+    assert biggest(dot_products(queries, for_dot_products(keys)), expected) < 1e-12
 
 
 def test_other_layers_are_called(by_parts):
