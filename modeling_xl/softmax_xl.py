@@ -202,7 +202,8 @@ def _read(
     batch, _, num_queries, _ = query.shape
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
     by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
-    has_products = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+    dtypes = {query.dtype, key.dtype, value.dtype}  # under autocast they may differ
+    has_products = query.device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64})
     falls_low = has_products and by_head is None and _falls_low(table)
     output = _empty_by_column(query, value)
     space = None
