@@ -23,8 +23,8 @@ from .position_base import SPARE, DistanceBias, GatheredDistances
 # Their names are this module's own, for copies of this file may come from the Hub.
 OPERATORS = __name__.replace(".", "_")
 
-# Most queries of a block, half of which were faster where there are few keys and several blocks; and about how many entries of
-# the buffer a block has on CPUs for each thread, whose own cache they should fit.
+# Most queries of a block, of which half were faster where there are several blocks and few keys. On CPUs a block has so many
+# heads that its buffer holds about as many entries for each thread, to fit in that thread's own cache.
 BLOCK = SPARE + 1
 MANY_KEYS = 640
 ENTRIES = 2**18
