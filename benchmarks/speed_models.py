@@ -232,11 +232,11 @@ def attention(biased: bool) -> Callable[[Case], Step]:
                 if not biased:
                     output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
                 else:
-                    bias, options = DistanceBias(position_query * scaling, table, spare), (None, scaling)
+                    bias = DistanceBias(position_query * scaling, table, spare)
                     if has_gradient:
-                        output = trained_attention(query, key, value, bias, *options, 0.0)
+                        output = trained_attention(query, key, value, bias, None, scaling, 0.0)
                     else:
-                        output = blocked_attention(query, key, value, bias, *options)
+                        output = blocked_attention(query, key, value, bias, None, scaling)
                 if has_gradient:
                     output.sum().backward()
             return case.batch * case.tokens

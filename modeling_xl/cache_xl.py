@@ -115,7 +115,6 @@ class LayerState:
 
     def detach(self, rows: torch.Tensor | None = None) -> "LayerState":
         """Cuts the gradient, of the batch rows where `rows` (B,) is true, or of all."""
-
         if not any(tensor.requires_grad or tensor.is_inference() for tensor in self.tensors()):
             return self
 

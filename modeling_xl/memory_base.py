@@ -325,7 +325,8 @@ class RowMemory(MemoryMechanism):
         looks_back = (start - lowest[:, :1])[:, 0]
         if piece.fillers is not None:  # a row that has ended needs nothing, and kept no more than its end asked for
             looks_back = looks_back.masked_fill(piece.fillers >= piece.width, 0)
-        past = piece.most(looks_back, self.kept_rows(config, piece.mem_len))
+        kept = self.kept_rows(config, piece.mem_len)
+        past = piece.most(looks_back, kept)
         mask = None
         if not piece.holds(lowest <= start - past):
             if lowest.shape[0] > 1 and piece.holds(positions - lowest == (positions - lowest)[:1]):
@@ -345,8 +346,8 @@ class RowMemory(MemoryMechanism):
             gather_distances=self.gather_distances(piece, key_positions),
             query_positions=piece.encode_positions,
             key_positions=key_positions,
-            needed=piece.most(needed, self.kept_rows(config, piece.mem_len)),
-            kept=self.kept_rows(config, piece.mem_len) + piece.undo,
+            needed=piece.most(needed, kept),
+            kept=kept + piece.undo,
             sinks=self.view_sinks(oldest(piece.positions), piece) if config.num_sink_tokens else None,
         )
 

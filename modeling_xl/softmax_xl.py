@@ -116,6 +116,11 @@ def kernel_attention(query, key, value, bias, scaling: float) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, **grouped)
 
 
+def _by_head(tensor: Tensor) -> Tensor:
+    """(B, H, ...) -> (H, B, ...), contiguous."""
+    return tensor.transpose(0, 1).contiguous()
+
+
 def _parts(total: int, most: int) -> Iterator[slice]:
     """The numbers from 0 up in parts of at most so many, as alike as can be."""
     size = -(-total // -(-total // most))
@@ -201,13 +206,13 @@ def _read(
 ) -> Tensor:
     batch, _, num_queries, _ = query.shape
     rows = batch if position_query is not None or (mask is not None and mask.shape[0] > 1) else 1
-    by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
+    position = None if position_query is None else _by_head(position_query)
     dtypes = {query.dtype, key.dtype, value.dtype}  # under autocast they may differ
     has_products = query.device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64})
-    falls_low = has_products and by_head is None and _falls_low(table)
+    falls_low = has_products and position is None and _falls_low(table)
     output = _empty_by_column(query, value)
     space = None
-    for heads, key_heads, queries, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key):
+    for heads, key_heads, queries, size, _, view in _biased_blocks(position, table, mask, rows, num_queries, key):
         parts = [slice(None)]
         if has_products and key_heads.stop - key_heads.start < key.shape[1]:
             # One row at a time, for some heads of several are not evenly spaced, and would be copied to be multiplied.
@@ -277,15 +282,15 @@ def _train(
     Dropout is drawn again from its seed, block by block. `plain_attention` is the reference.
     """
     batch, num_heads, num_queries, _ = query.shape
-    by_head = None if position_query is None else position_query.transpose(0, 1).contiguous()
+    position = None if position_query is None else _by_head(position_query)
     kernel = _CPU_KERNEL if query.device.type == "cpu" and not dropout else None
     rows = batch
-    if kernel is not None and by_head is None and (mask is None or mask.shape[0] == 1):
+    if kernel is not None and position is None and (mask is None or mask.shape[0] == 1):
         rows = 1
-    falls_low = by_head is None and kernel is None and _falls_low(table)
+    falls_low = position is None and kernel is None and _falls_low(table)
     output = torch.empty_like(query)
     log_sum = query.new_empty(batch, num_heads, num_queries)
-    for heads, _, part, size, _, view in _biased_blocks(by_head, table, mask, rows, num_queries, key):
+    for heads, _, part, size, _, view in _biased_blocks(position, table, mask, rows, num_queries, key):
         queries, keys, values = query[:, heads, part], key[:, heads, :size], value[:, heads, :size]
         if kernel is not None:
             block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
@@ -325,17 +330,14 @@ def _train_backward(
     batch, _, num_queries, size_of_head = query.shape
     num_keys = key.shape[2]
 
-    def by_head(tensor):  # (B, H, ...) -> (H, B, ...)
-        return tensor.transpose(0, 1).contiguous()
-
     def flat(tensor):  # (h, B, n, D) -> (h * B, n, D)
         return tensor.reshape(-1, tensor.shape[2], tensor.shape[3])
 
-    queries, keys, values, grads = (by_head(t) for t in (query, key, value, grad_output))
-    position = None if position_query is None else by_head(position_query)
-    sums = _finite(by_head(log_sum))[..., None]
+    queries, keys, values, grads = (_by_head(t) for t in (query, key, value, grad_output))
+    position = None if position_query is None else _by_head(position_query)
+    sums = _finite(_by_head(log_sum))[..., None]
     falls_low = position is None and _falls_low(table)
-    delta = (grads * by_head(output)).sum(-1, keepdim=True)
+    delta = (grads * _by_head(output)).sum(-1, keepdim=True)
     grad_query = torch.empty_like(queries)
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
     grad_position = None if position is None else torch.empty_like(position)
