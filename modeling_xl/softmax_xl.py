@@ -210,6 +210,8 @@ def _read(
     dtypes = {query.dtype, key.dtype, value.dtype}  # under autocast they may differ
     has_products = query.device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64})
     falls_low = has_products and position is None and _falls_low(table)
+    if falls_low:
+        scaling, position, table = _to_log2(scaling, position, table)
     output = _empty_by_column(query, value)
     space = None
     for heads, key_heads, queries, size, _, view in _biased_blocks(position, table, mask, rows, num_queries, key):
@@ -233,16 +235,20 @@ def _read(
 
 
 def _products(space, query, key, value, bias, scaling: float, falls_low: bool) -> Tensor:
-    """As `kernel_attention`, by two products and a softmax of all scores in `space`, which should fit in a cache."""
+    """As `kernel_attention`, by two products and a softmax of all scores in `space`, which should fit in a cache. Where biases
+    fall low, they and scaling make exponents of 2."""
     batch, heads, num_queries, size = query.shape
     grouped = (query * scaling).reshape(batch * key.shape[1], -1, size)
     scores = space[: batch * heads * num_queries * key.shape[2]].view(*grouped.shape[:2], key.shape[2])
     torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2), out=scores)
     weights = scores.view(batch, heads, num_queries, -1).add_(bias)
-    torch.softmax(weights, -1, out=weights)
+    total = None
     if falls_low:
-        _flush(weights)
-    return torch.bmm(scores, value.flatten(0, 1)).view(batch, heads, num_queries, -1)
+        _, total = _raise_above_most(weights, falls_low)
+    else:
+        torch.softmax(weights, -1, out=weights)
+    output = torch.bmm(scores, value.flatten(0, 1)).view(batch, heads, num_queries, -1)
+    return output if total is None else output.div_(total)
 
 
 def _empty_by_column(query: Tensor, value: Tensor) -> Tensor:
@@ -261,6 +267,7 @@ def zero_unseeing(output: Tensor, mask) -> Tensor:
 
 
 _NOTHING = 1e-30  # of a weight: no float32 sum of weights notices it
+_LOG2E = math.log2(math.e)
 _CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
@@ -288,6 +295,8 @@ def _train(
     if kernel is not None and position is None and (mask is None or mask.shape[0] == 1):
         rows = 1
     falls_low = position is None and kernel is None and _falls_low(table)
+    if kernel is None:
+        scaling, position, table = _to_log2(scaling, position, table)
     output = torch.empty_like(query)
     log_sum = query.new_empty(batch, num_heads, num_queries)
     for heads, _, part, size, _, view in _biased_blocks(position, table, mask, rows, num_queries, key):
@@ -295,12 +304,12 @@ def _train(
         if kernel is not None:
             block, sums = kernel(queries, keys, values, 0.0, False, attn_mask=view, scale=scaling)
         else:
-            scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling).add_(view)
-            sums = scores.logsumexp(-1)
-            weights = _weights(scores, _finite(sums)[..., None], falls_low)
+            weights = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling).add_(view)
+            most, total = _raise_above_most(weights, falls_low)
+            sums = (total.log2() + most)[..., 0] / _LOG2E
             if dropout:
                 weights.mul_(_kept(view.transpose(0, 1), dropout, seed, part.start, heads).transpose(0, 1))
-            block = weights @ values
+            block = (weights @ values) / total
         output[:, heads, part], log_sum[:, heads, part] = block, sums
     output = zero_unseeing(output, mask)
     return output, log_sum
@@ -327,44 +336,46 @@ def _train_backward(
     seed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of queries, keys, values, position queries (nothing where there are none) and table."""
-    batch, _, num_queries, size_of_head = query.shape
+    batch, num_heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
-
-    def flat(tensor):  # (h, B, n, D) -> (h * B, n, D)
-        return tensor.reshape(-1, tensor.shape[2], tensor.shape[3])
-
-    queries, keys, values, grads = (_by_head(t) for t in (query, key, value, grad_output))
+    queries, keys, values, grads = (_by_head(t).flatten(0, 1) for t in (query, key, value, grad_output))
     position = None if position_query is None else _by_head(position_query)
-    sums = _finite(_by_head(log_sum))[..., None]
     falls_low = position is None and _falls_low(table)
-    delta = (grads * _by_head(output)).sum(-1, keepdim=True)
+    scaling_2, position_2, table_2 = _to_log2(scaling, position, table)
+    sums = _finite(_by_head(log_sum).flatten(0, 1))[..., None] * _LOG2E
+    delta = _by_head((grad_output * output).sum(-1, keepdim=True)).flatten(0, 1)
     grad_query = torch.empty_like(queries)
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
     grad_position = None if position is None else torch.empty_like(position)
     grad_table = torch.zeros_like(table)
-    for heads, _, part, size, buffer, _ in _biased_blocks(position, table, mask, batch, num_queries, key):
-        first = num_keys - size
+    space = None
+    unread = _unread(min(num_queries, BLOCK), table.device)
+    for heads, _, part, size, buffer, _ in _biased_blocks(position_2, table_2, mask, batch, num_queries, key):
+        first, rows = num_keys - size, slice(heads.start * batch, heads.stop * batch)
         count, _, length, width = buffer.shape
         shifted = buffer.as_strided((count * batch, length, size), (length * width, width - 1, 1), length - 1)
-        block_query, block_grad = flat(queries[heads, :, part]), flat(grads[heads, :, part])
-        block_key, block_value = flat(keys[heads, :, :size]), flat(values[heads, :, :size])
-        flat_key, flat_value = (grad[heads].view(-1, num_keys, size_of_head)[:, :size] for grad in (grad_key, grad_value))
-        weights = torch.baddbmm(shifted, block_query, block_key.transpose(1, 2), alpha=scaling)
-        weights = _weights(weights, flat(sums[heads, :, part]), falls_low)
-        grad_weights = torch.bmm(block_grad, block_value.transpose(1, 2))
+        block_query, block_grad = queries[rows, part], grads[rows, part]
+        block_key, block_value = keys[rows, :size], values[rows, :size]
+        if space is None:  # once, as that of the bias
+            space = buffer.new_empty(2, count * batch * length * num_keys)
+        weights, grad_weights = space[:, : count * batch * length * size].view(2, count * batch, length, size)
+        torch.sub(shifted, sums[rows, part], out=weights)  # which a product adds to without a copy
+        weights.baddbmm_(block_query, block_key.transpose(1, 2), alpha=scaling_2)
+        _raise(weights, falls_low)
+        torch.bmm(block_grad, block_value.transpose(1, 2), out=grad_weights)
+        dropped = weights
         if dropout:
-            kept = flat(_kept(buffer[..., :size], dropout, seed, part.start, heads))
-            flat_value += torch.bmm((weights * kept).transpose(1, 2), block_grad)
+            kept = _kept(buffer[..., :size], dropout, seed, part.start, heads).flatten(0, 1)
+            dropped = weights * kept
             grad_weights.mul_(kept)
-        else:
-            # In a pass of its own: a product that adds to a part of a tensor would go through the heads one by one.
-            flat_value += torch.bmm(weights.transpose(1, 2), block_grad)
+        # In a pass of its own: a product that adds to a part of a tensor would go through the heads one by one.
+        grad_value[rows, :size].add_(torch.bmm(dropped.transpose(1, 2), block_grad))
         # From here on the buffer holds the gradient of the scores, in place of their bias.
-        torch.mul(weights, grad_weights.sub_(flat(delta[heads, :, part])), out=shifted)
-        grad_query[heads, :, part] = torch.bmm(shifted, block_key).view(count, batch, length, -1)
-        flat_key.add_(torch.bmm(shifted.transpose(1, 2), block_query), alpha=scaling)
+        torch.mul(weights, grad_weights.sub_(delta[rows, part]), out=shifted)
+        grad_query[rows, part] = torch.bmm(shifted, block_key)
+        grad_key[rows, :size].add_(torch.bmm(shifted.transpose(1, 2), block_query), alpha=scaling)
         if length > 1:
-            buffer[..., : length - 1].masked_fill_(_unread(length, buffer.device), 0.0)
+            buffer[..., : length - 1].masked_fill_(unread[-length:, : length - 1], 0.0)
         by_distance = buffer[..., :size]
         if position is None or grad_position is None:
             grad_table[heads, first:] += by_distance.sum((1, 2))
@@ -377,7 +388,9 @@ def _train_backward(
     grad_query.mul_(scaling)
     if grad_position is None:
         grad_position = query.new_empty(0, 0)
-    grad_query, grad_key, grad_value = (tensor.transpose(0, 1) for tensor in (grad_query, grad_key, grad_value))
+    grad_query, grad_key, grad_value = (
+        grad.view(num_heads, batch, *grad.shape[1:]).transpose(0, 1) for grad in (grad_query, grad_key, grad_value)
+    )
     return grad_query, grad_key, grad_value, grad_position.transpose(0, 1), grad_table
 
 
@@ -416,16 +429,27 @@ def _falls_low(table: Tensor) -> bool:
     return table.device.type == "cpu" and bool(table.min() < math.log(_NOTHING))
 
 
-def _weights(scores: Tensor, sums: Tensor, falls_low: bool) -> Tensor:
-    """exp(scores - sums), in place."""
-    weights = scores.sub_(sums).exp_()
-    return _flush(weights) if falls_low else weights
+def _to_log2(scaling: float, position_query: Tensor | None, table: Tensor) -> tuple[float, Tensor | None, Tensor]:
+    """What makes scores, so that they are exponents of 2: for `exp` torch calls Intel's library, which takes ten times as long
+    for -inf, and eighty times where the result is a subnormal number."""
+    if position_query is None:
+        return scaling * _LOG2E, None, table * _LOG2E
+    return scaling * _LOG2E, position_query * _LOG2E, table
 
 
-def _flush(weights: Tensor) -> Tensor:
-    """Makes weights below 1e-30 zero, in place: Intel's processors take a hundred times as long for the subnormal numbers that
-    they and their gradients would be."""
-    return torch.threshold_(weights, _NOTHING, 0.0)
+def _raise(exponents: Tensor, falls_low: bool) -> Tensor:
+    """2 to the power of them, in place. Where they may fall low, zeros below 1e-30: Intel's processors take a hundred times as
+    long to multiply subnormal numbers, which they and their gradients would be."""
+    if falls_low:
+        torch.threshold_(exponents, math.log2(_NOTHING), -math.inf)
+    return exponents.exp2_()
+
+
+def _raise_above_most(exponents: Tensor, falls_low: bool) -> tuple[Tensor, Tensor]:
+    """2 to the power of exponents less the most of their row, in place. Returns that most, and the sum of each row."""
+    most = _finite(exponents.amax(-1, keepdim=True))
+    total = _raise(exponents.sub_(most), falls_low).sum(-1, keepdim=True)
+    return most, total
 
 
 def _unread(length: int, device) -> Tensor:
