@@ -3,12 +3,13 @@
     python benchmarks/gpu.py [--output FILE.json] [--only right | fast] [--device cuda]
 
 First small models of every position scheme and memory run on the GPU, in float32 and bfloat16 and with each attention
-function: a text in one call with gradients, and token by token. Logits and gradients are compared with those of the same
-model in float64 on the CPU, relative to the largest of them; the process ends with 1 where float32 is off by more than 1e-3,
-or bfloat16 by more than 0.1. Then the cases of `speed.py`, side by side in one process, in both number formats.
+function: a text in one call with gradients, and token by token, by calls and, where the memory has a fixed size, by a CUDA
+graph. Logits and gradients are compared with those of the same model in float64 on the CPU, relative to the largest of them;
+the process ends with 1 where float32 is off by more than 1e-3, or bfloat16 by more than 0.1. Then the cases of `speed.py`, side
+by side in one process, in both number formats; what cannot run says why, and the others go on.
 
 Linear attention uses the kernel of flash-linear-attention where that is installed. Matrix products of float32 are exact here
-(no TF32). `--device cpu` runs the first part where there is no GPU, which tests the script.
+(no TF32). `--device cpu` runs the first part where there is no GPU, without graphs, which tests the script.
 """
 
 import argparse
@@ -30,8 +31,10 @@ from modeling_xl.positions import POSITION_SCHEMES
 
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 LENGTH, SEGMENT, DECODED = 150, 32, 5
+OF_FIXED_SIZE = ("recurrence", "linear")  # as `export_step` asks for
 FAST_CASES = ("train", "read 1600", "read 3800", "prefill 2048", "decode 1600", "decode 3800", "train 8192")
 CANDIDATES = [*(f"{scheme}-recurrence" for scheme in POSITION_SCHEMES), "rope-compressive", "rope-linear", "alibi-linear"]
+DECODERS = ["llama_static", "llama_static+graph", "xl-recurrence+graph", "rope-recurrence+graph", "rope-linear+graph"]
 ROUNDS = 5
 
 
@@ -56,19 +59,27 @@ def small_model(position: str, memory: str, implementation: str) -> XLForCausalL
     return XLForCausalLM(config)
 
 
+@torch.no_grad()
+def decoded(model: XLForCausalLM, ids: torch.Tensor, by_graph: bool) -> torch.Tensor:
+    """Logits of the last tokens, fed one by one behind the others."""
+    cache = XLCache(model.config)
+    model(ids[:, :-DECODED], cache=cache, logits_to_keep=1)
+    call = speed_models.captured(model, cache) if by_graph else lambda token: model(token, cache=cache).logits
+    return torch.cat([call(token).clone() for token in ids[:, -DECODED:].split(1, 1)], 1)
+
+
 def outcome(model: XLForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits of a call, of tokens fed one by one behind it, and the gradient of all parameters, in float64 on the CPU."""
+    """Logits of a call and of tokens behind it, and the gradient of all parameters, in float64 on the CPU."""
     model.zero_grad()
     output = model(ids[:, :-DECODED], labels=ids[:, :-DECODED])
     output.loss.backward()
-    cache, decoded = XLCache(model.config), []
-    with torch.no_grad():
-        model(ids[:, :-DECODED], cache=cache, logits_to_keep=1)
-        for token in ids[:, -DECODED:].split(1, 1):
-            decoded.append(model(token, cache=cache).logits)
-        found = {"logits": model(ids[:, :-DECODED]).logits, "decoded": torch.cat(decoded, 1)}
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return {name: tensor.double().cpu() for name, tensor in {**found, "gradients": torch.cat(gradients)}.items()}
+    with torch.no_grad():
+        logits = model(ids[:, :-DECODED]).logits
+    found = {"gradients": torch.cat(gradients), "logits": logits, "decoded": decoded(model, ids, by_graph=False)}
+    if model.config._attn_implementation == "eager" and model.config.memory_type in OF_FIXED_SIZE:
+        found["decoded by graph"] = decoded(model, ids, by_graph=True)
+    return {name: tensor.double().cpu() for name, tensor in found.items()}
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -89,7 +100,7 @@ def check(device: torch.device) -> list[dict[str, Any]]:
                     model = small_model(position, memory, implementation)
                     model.load_state_dict(exact.state_dict())
                     found = outcome(model.to(device, dtype), ids.to(device))
-                    off = {name: relative(found[name], wanted) for name, wanted in expected.items()}
+                    off = {name: relative(tensor, expected[name]) for name, tensor in found.items()}
                     is_right = max(off.values()) < limit
                     combination = {"position": position, "memory": memory, "attention": implementation, "dtype": str(dtype)}
                     results.append({**combination, **off, "right": is_right})
@@ -129,15 +140,21 @@ def table(dtype: torch.dtype) -> list[dict[str, Any]]:
     speed_models.DEVICE, speed_models.DTYPE = torch.device("cuda"), dtype
     results = []
     print(f"\n{dtype}, speed over Llama's | {' | '.join(FAST_CASES)}")
-    for candidate in CANDIDATES:
+    for candidate in [*CANDIDATES, *DECODERS]:
         cells = []
         for name in FAST_CASES:
-            if name == "train 8192" and "linear" not in candidate:
+            only_decodes = candidate in DECODERS and not name.startswith("decode")
+            if only_decodes or (name == "train 8192" and "linear" not in candidate):
                 cells.append("")
                 continue
-            result = {"dtype": str(dtype), "case": name, "candidate": candidate, **compare(name, candidate)}
+            result = {"dtype": str(dtype), "case": name, "candidate": candidate}
+            try:
+                result |= compare(name, candidate)
+                cells.append(f"{result['ratio']:.2f}")
+            except (RuntimeError, TypeError) as error:  # such as memory that does not suffice
+                result["error"] = f"{type(error).__name__}: {error}"[:200]
+                cells.append(result["error"])
             results.append(result)
-            cells.append(f"{result['ratio']:.2f}")
         print(f"{candidate} | {' | '.join(cells)}", flush=True)
     return results
 

@@ -43,7 +43,7 @@ def build(candidate: str, **case: Any) -> Step:
     """The step of a candidate: `llama`, a peer, or `<position_type>-<memory_type>` of this package.
 
     `+<setting>` behind the latter is one of PyTorch's: `onednn` lets oneDNN do products of float32, `bfloat16` is autocast,
-    `compile` is torch.compile.
+    `compile` is torch.compile, `graph` decodes by a CUDA graph (`captured`; `llama_static` by torch.compile's).
     """
     make = BUILDERS.get(candidate)
     if make:
@@ -51,7 +51,7 @@ def build(candidate: str, **case: Any) -> Step:
     name, _, setting = candidate.partition("+")
     if setting == "onednn":
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    step = modeling_xl(*name.split("-"), Case(**case), is_compiled=setting == "compile")
+    step = modeling_xl(*name.split("-"), Case(**case), setting)
 
     def in_bfloat16() -> int:
         with torch.autocast("cpu", torch.bfloat16):
@@ -100,7 +100,47 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def modeling_xl(position: str, memory: str, case: Case, is_compiled: bool = False) -> Step:
+def captured(model: torch.nn.Module, cache: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function ids (B, 1) -> logits (B, 1, V), valid until the next call, that goes on behind the cache: the exported step,
+    and the copy of its new state over the old one, as one CUDA graph. On CPUs the step runs as it is."""
+    from modeling_xl.export import export_step
+
+    exported = export_step(model.eval(), cache.batch_size)
+    step, state = exported.program.module(), exported.state_of(cache)
+    ids = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.device)
+    graph = logits = None
+
+    @torch.no_grad()
+    def advance() -> torch.Tensor:
+        logits, found = step(ids, state)
+        for name, tensor in state.items():
+            tensor.copy_(found[name])
+        return logits
+
+    if ids.is_cuda:
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries make their workspaces at the first run, which no graph may hold
+            advance()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = advance()
+        for name, tensor in state.items():
+            tensor.copy_(before[name])
+
+    def call(token: torch.Tensor) -> torch.Tensor:
+        ids.copy_(token)
+        if graph is None:
+            return advance()
+        graph.replay()
+        return logits
+
+    return call
+
+
+def modeling_xl(position: str, memory: str, case: Case, setting: str = "") -> Step:
     """This package. Compressive memory has half of M as slots, so that a query attends to as many keys."""
     from modeling_xl import XLCache, XLConfig, XLForCausalLM
 
@@ -134,8 +174,10 @@ def modeling_xl(position: str, memory: str, case: Case, is_compiled: bool = Fals
         with torch.no_grad():
             for _ in range(-(-seen // segment)):
                 model(some_ids(case.batch, segment), cache=cache, logits_to_keep=1)
-    if is_compiled:
+    if setting == "compile":
         model.compile()
+    if setting == "graph":
+        return without_gradient(model, captured(model, cache), case)
     if case.kind == "train":
         return trained(model, lambda ids, targets: model(ids, labels=targets, shift_labels=targets, cache=cache).loss, case)
     if case.kind == "prefill":
@@ -143,9 +185,9 @@ def modeling_xl(position: str, memory: str, case: Case, is_compiled: bool = Fals
     return without_gradient(model, lambda ids: model(ids, cache=cache), case)
 
 
-def llama(case: Case, static: bool = False) -> Step:
+def llama(case: Case, static: bool = False, compiled: bool = False) -> Step:
     """Transformers' Llama with SDPA. Its cache holds M random rows, and is cut back after each call; or a static one, which
-    is as long as the case needs and written to in place."""
+    is as long as the case needs and written to in place. compiled: to CUDA graphs where there is a GPU."""
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
     config = LlamaConfig(
@@ -193,6 +235,8 @@ def llama(case: Case, static: bool = False) -> Step:
             fixed.update(key, value, layer)
         rows.clear()
         lengths = [layer.cumulative_length for layer in fixed.layers]
+        if compiled:
+            model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
 
         def call_static(ids: torch.Tensor) -> None:
             for length in lengths:
@@ -355,6 +399,7 @@ def without_memory(package: str, name: str) -> Callable[[Case], Step]:
 BUILDERS: dict[str, Callable[[Case], Step]] = {
     "llama": llama,
     "llama_static": lambda case: llama(case, static=True),
+    "llama_static+graph": lambda case: llama(case, static=True, compiled=True),
     "attention": attention(biased=False),
     "attention_xl": attention(biased=True),
     "transfo_xl": transfo_xl,

@@ -21,7 +21,7 @@ from .grid_xl import Piece
 from .memories import MEMORY_MECHANISMS
 from .memory_base import MemoryMechanism
 from .modeling_xl import XLForCausalLM
-from .position_base import GatheredDistances, PositionContext
+from .position_base import GatheredDistances, PositionContext, float64_device
 
 LENGTHS = "lengths"
 
@@ -31,9 +31,10 @@ class ExportedStep:
     """A step as a graph, and the state that goes through it: a dict of tensors, new ones after each step.
 
     program: `program.module()(input_ids, state)` with integers (B, t) returns logits (B, t or fewer, V) and the next state.
-    start: the state of B rows without any token: `lengths` (B,), tokens of each row, integers on the CPU; of layer i
+    start: the state of B rows without any token: `lengths` (B,), tokens of each row, integers; of layer i
     `layers.<i>.rows.<name>` (B, heads, n, D), the newest token last, and `layers.<i>.fixed.<name>` (B, ...). All begin with
-    the rows of the batch: where the start's numbers are put in place of a row's, that row begins anew.
+    the rows of the batch: where the start's numbers are put in place of a row's, that row begins anew. All lie on the model's
+    device (lengths on the CPU for Apple's), where a step makes and copies nothing on the CPU: a CUDA graph can hold it.
     """
 
     program: torch.export.ExportedProgram
@@ -61,7 +62,7 @@ class ExportedStep:
         state = {name: tensor.clone() for name, tensor in self.start.items()}
         if not cache.lengths.any():
             return state
-        state[LENGTHS] = cache.lengths
+        state[LENGTHS] = cache.lengths.to(state[LENGTHS].device)
         for name, tensor in _tensors_of(cache.states, _sizes(self.config, self.mem_len)).items():
             if tensor.dtype != state[name].dtype:
                 raise ValueError(
@@ -81,7 +82,7 @@ class ExportedStep:
         cache = XLCache(self.config, mem_len=self.mem_len, form="key_value")
         if state[LENGTHS].any():
             cache.start(len(state[LENGTHS]))
-            cache._lengths = state[LENGTHS].clone()
+            cache._lengths = state[LENGTHS].cpu().clone()
             cache.columns = int(cache.lengths.max())
             cache.states = [layer._map(torch.clone) for layer in _layers_of(state, len(cache))]
         return cache
@@ -109,7 +110,7 @@ def export_step(
     ids = torch.zeros(batch_size, tokens, dtype=torch.long, device=model.device)
     # What is kept of one token shows every tensor of a state; without that token it is the start.
     model(ids[:, :1], cache=cache, use_cache=True)
-    start = {LENGTHS: torch.zeros(batch_size, dtype=torch.long)}
+    start = {LENGTHS: torch.zeros(batch_size, dtype=torch.long, device=float64_device(model.device))}
     first = [LayerState(s.rows, s._map(torch.zeros_like).fixed, s.end - 1, s.size - 1) for s in cache.states if s is not None]
     start |= {name: tensor.clone() for name, tensor in _tensors_of(first, step.sizes).items()}
     step.prepare(ids, start)
@@ -152,7 +153,7 @@ class _Step(nn.Module):
         return logits, {LENGTHS: state[LENGTHS] + self.tokens, **_tensors_of(layers, self.sizes)}
 
     def _piece(self, lengths) -> "_FixedPiece":
-        positions = lengths[:, None] + torch.arange(self.tokens)
+        positions = lengths[:, None] + torch.arange(self.tokens, device=lengths.device)
         return _FixedPiece(
             start=0,
             stop=self.tokens,

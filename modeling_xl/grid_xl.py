@@ -117,7 +117,7 @@ class Piece:
             return self.history[:, before - past :]
         if not past:
             return self.encode_positions
-        back = torch.arange(-past, 0)[None]
+        back = torch.arange(-past, 0, device=self.encode_positions.device)[None]
         return torch.cat([self.encode_positions[:, :1] + back, self.encode_positions], 1)
 
 

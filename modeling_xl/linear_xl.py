@@ -85,8 +85,8 @@ class Text:
 
     def mask(self, block: Block) -> torch.Tensor:
         """(B or 1, C, K), true where visible."""
-        queries = torch.arange(block.start, block.stop)[None, :, None]
-        keys = torch.arange(block.first, block.last) - self.past
+        queries = torch.arange(block.start, block.stop, device=self.begin.device)[None, :, None]
+        keys = torch.arange(block.first, block.last, device=self.begin.device) - self.past
         visible = keys <= queries
         if self.is_plain:
             return visible
@@ -103,7 +103,7 @@ class Text:
 
     def entering(self, block: Block) -> torch.Tensor:
         """(B, n): which keys enter the state: tokens of the document that the block ends in, and no fillers."""
-        keys = torch.arange(block.first, block.out)[None] - self.past
+        keys = torch.arange(block.first, block.out, device=self.begin.device)[None] - self.past
         return (self.begin + keys >= self._lowest_at(block.stop)) & (keys < self.counts - self.band)
 
     def _lowest_at(self, column: int) -> torch.Tensor:
@@ -177,9 +177,9 @@ class Decay(Weighing):
 
     rates: torch.Tensor
 
-    def __init__(self, text: Text, dtype: torch.dtype, rates: list[float]):
+    def __init__(self, text: Text, dtype: torch.dtype, rates: torch.Tensor):
         super().__init__(text, dtype)
-        self.rates = torch.tensor(rates, dtype=dtype, device=self.device)
+        self.rates = rates.to(dtype)
 
     def share(self, block: Block) -> None:
         if self.text.has_one_pattern:

@@ -331,7 +331,7 @@ class RowMemory(MemoryMechanism):
         if not piece.holds(lowest <= start - past):
             if lowest.shape[0] > 1 and piece.holds(positions - lowest == (positions - lowest)[:1]):
                 lowest, start, positions = lowest[:1], start[:1], positions[:1]
-            keys = start[:, None] - past + torch.arange(past + piece.width)  # (B, 1, K)
+            keys = start[:, None] - past + torch.arange(past + piece.width, device=start.device)  # (B, 1, K)
             mask = (keys >= lowest[:, :, None]) & (keys <= positions[:, :, None])
             mask = mask[:, None].to(piece.device)
         key_positions = piece.key_positions(past)
@@ -370,13 +370,13 @@ class RowMemory(MemoryMechanism):
             )
         count = self.config.num_sink_tokens
         farthest = self.kept_rows(self.config, piece.mem_len) + piece.width + count
-        slots = torch.arange(count)
+        slots = torch.arange(count, device=oldest.device)
         hidden = oldest.clamp(0, count)  # sinks before the oldest visible key
         relative = piece.positions - oldest + hidden + between  # position of the query if sink j stood at j
         visible = (slots < hidden[:, :, None]) & (piece.document_start <= 0)[:, :, None]
         column = slots[None] - piece.positions[:, :1]
-        real = piece.width - (piece.fillers if piece.fillers is not None else 0)
-        is_new = (column >= 0) & (column < torch.as_tensor(real).view(-1, 1))
+        real = piece.width if piece.fillers is None else piece.width - piece.fillers[:, None]
+        is_new = (column >= 0) & (column < real)
         return SinkView(
             column=column.clamp(0, piece.width - 1).to(piece.device),
             is_new=None if piece.holds(~is_new) else is_new.to(piece.device),

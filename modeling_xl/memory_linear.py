@@ -107,7 +107,7 @@ class LinearAttention(MemoryMechanism):
         if not turns:
             encoded, key = attention.encode(query, key, places, places, piece.context)
         bias = None
-        if scheme.has_bias and not scheme.decays:
+        if scheme.has_bias:
             bias = scheme.bias(query, distances, piece.context)
         if band:
             state = state.append(past, True, piece.state_dtype, key=key, value=value)
@@ -120,10 +120,10 @@ class LinearAttention(MemoryMechanism):
                 key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
             sums, norm = self._sums(state, key, value)
             weigh = Weighing(text, dtype)
-            if bias is not None:
+            if bias is not None and scheme.decays:
+                weigh = Decay(text, dtype, -bias.table[:, -2])  # the rate is what distance 1 takes away
+            elif bias is not None:
                 weigh = Bias(text, dtype, bias, key.shape[1])
-            elif scheme.decays:
-                weigh = Decay(text, dtype, scheme.decay_rates())
             if turns:
                 turned_query, turned_key = attention.encode(encoded, key, places, places, piece.context)
                 output, sums = blockwise(turned_query, turned_key, value, sums, text, weigh)

@@ -50,10 +50,18 @@ class AlibiPosition(PositionScheme):
         super().keep_heads(heads)
         self.slopes = [self.slopes[head] for head in heads]
 
-    def decay_rates(self) -> list[float]:
-        return self.slopes
+    def prepare(self, hidden_states, distances, positions, context: PositionContext) -> None:
+        if distances is not None:
+            self.bias(hidden_states, distances, context)
 
     def bias(self, query, distances, context: PositionContext) -> DistanceBias:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        slopes = torch.tensor(self.slopes, dtype=dtype, device=query.device)
-        return DistanceBias(None, -slopes[:, None] * distances.to(dtype))  # (H, K)
+        slopes = self._slopes(dtype, distances.device, context)
+        return DistanceBias(None, context.once(f"alibi {dtype}", distances, lambda d: -slopes * d.to(dtype)))  # (H, K)
+
+    def _slopes(self, dtype: torch.dtype, device: torch.device, context: PositionContext) -> torch.Tensor:
+        """(H, 1), copied to the device once for all layers."""
+        key = ("alibi slopes", dtype, device)
+        if key not in context.tables:
+            context.tables[key] = torch.tensor(self.slopes, dtype=dtype, device=device)[:, None]
+        return context.tables[key]

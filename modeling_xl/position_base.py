@@ -29,6 +29,11 @@ class GatheredDistances(NamedTuple):
         return cls(values.to(device), place.to(device))
 
 
+def float64_device(device: torch.device) -> torch.device:
+    """Where numbers that need float64 are made: there, or on the CPU for Apple's GPUs, which have none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 # Entries of a table that a block of queries reads beyond distance 0, where its first ones see no key.
 SPARE = 127
 
@@ -88,7 +93,7 @@ class PositionScheme(nn.Module):
 
     name: the value of `position_type`; the file is `position_<name>.py`.
     has_bias: whether `bias` returns anything.
-    decays: whether the bias is -rate d with a rate for each head (`decay_rates`), so that a sum over the past can decay.
+    decays: whether the bias is -rate d with a rate for each head, so that a sum over the past can decay.
     rotates: whether `encode` is a rotation by the position, so that it can turn anything in place of queries and keys; else it
     leaves keys as they are.
     """
@@ -127,10 +132,6 @@ class PositionScheme(nn.Module):
     def keep_heads(self, heads: range) -> None:
         """Told under tensor parallelism which heads this process computes, before the weights are spread."""
         self.num_heads = len(heads)
-
-    def decay_rates(self) -> list[float]:
-        """The rate of each head, where the scheme `decays`."""
-        raise NotImplementedError
 
     def init_parameters(self, std: float) -> None:
         """(Re-)creates the parameters that are not modules of torch, normal with `std`."""

@@ -14,29 +14,29 @@ from .position_base import PositionContext, PositionScheme
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
-def _default(parameters: dict, head_dim: int) -> torch.Tensor:
+def _default(parameters: dict, head_dim: int, device) -> torch.Tensor:
     """theta^(-2k/r) for the r rotated dimensions, float64."""
     size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    return parameters["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
+    return parameters["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)
 
 
-def _linear(parameters: dict, head_dim: int) -> torch.Tensor:
+def _linear(parameters: dict, head_dim: int, device) -> torch.Tensor:
     """Position interpolation (Chen et al. 2023): positions divided by `factor`."""
-    return _default(parameters, head_dim) / parameters["factor"]
+    return _default(parameters, head_dim, device) / parameters["factor"]
 
 
-def _llama3(parameters: dict, head_dim: int) -> torch.Tensor:
+def _llama3(parameters: dict, head_dim: int, device) -> torch.Tensor:
     """Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between blended."""
-    frequencies = _default(parameters, head_dim)
+    frequencies = _default(parameters, head_dim, device)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / parameters["factor"])
 
 
-def _yarn(parameters: dict, head_dim: int) -> torch.Tensor:
+def _yarn(parameters: dict, head_dim: int, device) -> torch.Tensor:
     """YaRN (Peng et al. 2023, section 3.2): interpolation by parts, ramp over dimensions."""
-    frequencies = _default(parameters, head_dim)
+    frequencies = _default(parameters, head_dim, device)
     size, theta = 2 * frequencies.shape[0], parameters["rope_theta"]
     trained = parameters["original_max_position_embeddings"]
 
@@ -47,15 +47,15 @@ def _yarn(parameters: dict, head_dim: int) -> torch.Tensor:
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
-    ramp = (torch.arange(size // 2, dtype=torch.float64, device="cpu") - first) / ((last - first) or 0.001)
+    ramp = (torch.arange(size // 2, dtype=torch.float64, device=device) - first) / ((last - first) or 0.001)
     interpolated = ramp.clamp(0, 1)
     return frequencies * ((1 - interpolated) + interpolated / parameters["factor"])
 
 
-def _proportional(parameters: dict, head_dim: int) -> torch.Tensor:
+def _proportional(parameters: dict, head_dim: int, device) -> torch.Tensor:
     """Frequencies of the whole head size, all but the first part of them zero, divided by `factor`."""
     rotated = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
     frequencies = parameters["rope_theta"] ** (-2 * pairs / head_dim) / parameters.get("factor", 1.0)
     return torch.where(pairs < rotated, frequencies, 0.0)
 
@@ -63,9 +63,9 @@ def _proportional(parameters: dict, head_dim: int) -> torch.Tensor:
 _FREQUENCIES = dict(zip(ROPE_TYPES, (_default, _linear, _yarn, _llama3, _proportional), strict=True))
 
 
-def rope_frequencies(parameters: dict, head_dim: int) -> torch.Tensor:
-    """Angle a position step of each pair, float64 on the CPU, (rotated dimensions / 2,)."""
-    return _FREQUENCIES[parameters["rope_type"]](parameters, head_dim)
+def rope_frequencies(parameters: dict, head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Angle a position step of each pair, float64, (rotated dimensions / 2,)."""
+    return _FREQUENCIES[parameters["rope_type"]](parameters, head_dim, device)
 
 
 def attention_factor(parameters: dict) -> float:
@@ -151,7 +151,8 @@ class RopePosition(PositionScheme):
         dtype = torch.promote_types(like.dtype, torch.float32)
 
         def make(positions):
-            angles = positions[:, None, :, None].double() * rope_frequencies(self.parameters_of_rope, self.head_dim)
+            frequencies = rope_frequencies(self.parameters_of_rope, self.head_dim, positions.device)
+            angles = positions[:, None, :, None].double() * frequencies
             factor = attention_factor(self.parameters_of_rope)
             return [(f * factor).to(like.device, dtype) for f in (angles.cos(), angles.sin())]
 

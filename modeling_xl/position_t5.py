@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .position_base import DistanceBias, PositionContext, PositionScheme
+from .position_base import DistanceBias, PositionContext, PositionScheme, float64_device
 
 
 def relative_bucket(distances: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
     """Bucket of each distance >= 0: half of the buckets exact, the others logarithmic up to `max_distance`."""
     exact = num_buckets // 2
     # float64: in float32 a distance at the edge of a bucket can fall on its wrong side.
-    ratio = torch.log(distances.clamp(min=1).double() / exact) / math.log(max_distance / exact)
-    logarithmic = (exact + (ratio * (num_buckets - exact)).floor().long()).clamp(max=num_buckets - 1)
-    return torch.where(distances < exact, distances, logarithmic)
+    ratio = torch.log(distances.to(float64_device(distances.device), torch.float64) / exact) / math.log(max_distance / exact)
+    logarithmic = (exact + (ratio.clamp(min=0) * (num_buckets - exact)).floor().long()).clamp(max=num_buckets - 1)
+    return torch.where(distances < exact, distances, logarithmic.to(distances.device))
 
 
 @lru_cache

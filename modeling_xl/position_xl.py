@@ -10,16 +10,17 @@ from torch import nn
 from transformers import initialization as init
 
 from .few_rows_xl import for_dot_products
-from .position_base import SPARE, DistanceBias, PositionContext, PositionScheme
+from .position_base import SPARE, DistanceBias, PositionContext, PositionScheme, float64_device
 
 
 def sinusoid(distances: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     """r_d of the paper, (K, size): sines of all frequencies, then cosines (halves, not interleaved).
 
-    Computed in float64 on the CPU and rounded once: float32 angles are off by 2e-3 at distance 100,000.
+    Computed in float64 and rounded once: float32 angles are off by 2e-3 at distance 100,000.
     """
-    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
-    angles = distances.to("cpu", torch.float64)[:, None] * frequencies
+    place = float64_device(distances.device)
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64, device=place) / size)
+    angles = distances.to(place, torch.float64)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], -1)[:, :size].to(distances.device, dtype)
 
 

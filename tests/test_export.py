@@ -1,5 +1,6 @@
 """`torch.export` of one step: the model's numbers, plain tensors in and out, and a graph that needs torch alone."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,9 +8,10 @@ import sys
 import pytest
 import torch
 from helpers import biggest, feed, ids_for, memory_cases, tiny_config, tiny_model
+from torch.utils import _pytree as pytree
 
 from modeling_xl import XLCache, XLForTokenClassification
-from modeling_xl.export import export_step
+from modeling_xl.export import _Step, export_step
 from modeling_xl.positions import POSITION_SCHEMES
 
 EXACT = 1e-10  # float64: the same sums in another order
@@ -96,6 +98,33 @@ def test_every_setting(memory, setting, position, tokens):
 )
 def test_every_block(position, fields):
     check_steps(tiny_model(position_type=position, **fields), 3)
+
+
+@pytest.mark.parametrize("position", POSITION_SCHEMES)
+@pytest.mark.parametrize(
+    ("memory", "setting"),
+    [
+        ("recurrence", {"num_sink_tokens": 2}),
+        ("none", {"attention_window": 6}),
+        ("linear", {}),
+        ("linear", {"feature_map": "favor"}),
+    ],
+)
+def test_nothing_leaves_the_device(position, memory, setting, monkeypatch):
+    """A step on an accelerator makes and copies nothing on the CPU, so that a CUDA graph can hold it: torch's meta device
+    refuses products with tensors of the CPU, too."""
+    model = tiny_model(torch.float32, position_type=position, memory_type=memory, num_hidden_layers=2, **setting)
+    start = {name: tensor.to("meta") for name, tensor in export_step(model, batch_size=2).start.items()}
+    step, ids = _Step(model.to("meta"), 1, model.config.mem_len, 0), torch.zeros(2, 1, dtype=torch.long, device="meta")
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # there is none for meta tensors
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
+    with torch.no_grad():
+        step.prepare(ids, start)
+        graph = torch.export.export(step, (ids, start), strict=False).graph
+    for node in graph.nodes:
+        assert node.target not in (torch.ops.aten.detach_.default, torch.ops.aten.lift_fresh_copy.default)  # of torch.tensor
+        for tensor in pytree.tree_leaves(node.meta.get("val")):
+            assert not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta", node.target
 
 
 def test_float32():

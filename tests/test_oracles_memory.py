@@ -341,7 +341,7 @@ class TestLinearSums:
         """A state that decays by gamma a token, without normaliser: outputs and the last state."""
         values = golden(case)
         query, key, value = heads_of(values, "q", "k", "v")
-        rates = (-values["retention.gamma"].log()).tolist()
+        rates = -values["retention.gamma"].log()
         for lengths in feedings(values).values():
             with torch.set_grad_enabled(has_gradient):
                 sums, states = run(
