@@ -238,9 +238,9 @@ def _products(space, query, key, value, bias, scaling: float, falls_low: bool) -
     """As `kernel_attention`, by two products and a softmax of all scores in `space`, which should fit in a cache. Where biases
     fall low, they and scaling make exponents of 2."""
     batch, heads, num_queries, size = query.shape
-    grouped = (query * scaling).reshape(batch * key.shape[1], -1, size)
+    grouped = query.reshape(batch * key.shape[1], -1, size)
     scores = space[: batch * heads * num_queries * key.shape[2]].view(*grouped.shape[:2], key.shape[2])
-    torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2), out=scores)
+    scores.baddbmm_(grouped, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling)
     weights = scores.view(batch, heads, num_queries, -1).add_(bias)
     total = None
     if falls_low:
