@@ -82,7 +82,7 @@ class ExportedStep:
         cache = XLCache(self.config, mem_len=self.mem_len, form="key_value")
         if state[LENGTHS].any():
             cache.start(len(state[LENGTHS]))
-            cache._lengths = state[LENGTHS].cpu().clone()
+            cache._lengths = state[LENGTHS].to("cpu", copy=True)
             cache.columns = int(cache.lengths.max())
             cache.states = [layer._map(torch.clone) for layer in _layers_of(state, len(cache))]
         return cache

@@ -67,7 +67,8 @@ class PositionContext:
     """What the schemes of all layers share during one piece of a call.
 
     shared: the module that the model owns for the scheme (`PositionScheme.shared_module`), or None.
-    tables: results without gradient that the layers of one piece share (angles, sinusoids), keyed by the scheme (`once`).
+    tables: results without gradient that the layers of one piece share (angles, sinusoids, numbers copied to the device), keyed
+    by the scheme (`once`).
     derived: results that depend on weights and outlive the call together with the cache, each with a stamp of what it was
     made from; None where gradients flow.
     derived_limit: for how many distances a scheme may keep them, so that one long call does not swell the cache for ever.
