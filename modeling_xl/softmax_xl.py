@@ -420,7 +420,7 @@ _train.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _finite(sums: Tensor) -> Tensor:
-    """The log of an empty sum is -inf; with 0 in its place the weights of a query that sees nothing become exp(-inf)."""
+    """-inf, the log of an empty sum and the most of no scores, as 0, with which a query that sees nothing has weights of 0."""
     return sums.masked_fill(sums == -math.inf, 0.0)
 
 
